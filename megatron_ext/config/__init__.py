@@ -1,0 +1,1 @@
+"""The configuration: a typed schema, its validation and its composition from recipes."""

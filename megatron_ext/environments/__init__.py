@@ -1,0 +1,1 @@
+"""Environments behind one protocol, and the worker processes that run them."""

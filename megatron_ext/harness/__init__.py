@@ -1,0 +1,1 @@
+"""How an agent sees an environment: prompts, tool syntax, parsing, and the token template."""

@@ -1,0 +1,1 @@
+"""Megatron-Core models: building, HF interchange, back ends and the CPU platform."""

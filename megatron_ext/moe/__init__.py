@@ -1,0 +1,1 @@
+"""Routing under RL: the router policy and load metrics."""

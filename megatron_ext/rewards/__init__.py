@@ -1,0 +1,1 @@
+"""Rewards of finished episodes: named parts with weights and caps."""

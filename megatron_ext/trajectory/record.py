@@ -1,0 +1,562 @@
+"""The record: groups > trajectories > sessions > segments > turns > tokens, as flat arrays with offsets.
+
+Invariants (checked on construction; ``tests/trajectory/test_record.py`` asserts each):
+
+1. Every level is a partition of the one below it: offsets start at 0, never fall, and end at its size.
+2. A turn is one contiguous span of tokens inside one segment; ``turn[t]`` is its index, or -1 off turn.
+3. ``loss_mask[t]`` implies that token t was sampled (``version[t] >= 0``) in a turn whose role is ``MODEL``.
+4. Versions never fall inside a turn (a partial rollout may resume under newer weights, never under older ones).
+5. ``rollout_logp`` is finite and <= 0 where a token was sampled, and exactly 0 elsewhere.
+6. ``routed[t]`` belongs to the forward of token t and is read only where ``routed_valid[t]``.
+7. Ids that were sampled are the ids that are trained: nothing here re-tokenises.
+8. A frozen batch never changes: its arrays are read-only.
+
+A session that is rewritten or forked starts a new segment. Tokens that the new segment repeats from an older one
+carry mask 0 and turn -1: a model token belongs to exactly one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.trajectory.version import UNSAMPLED
+
+Array = NDArray[Any]
+
+
+class RecordError(ValueError):
+    """A batch that breaks an invariant; the message names trajectory, session and position."""
+
+
+class Role(IntEnum):
+    SYSTEM = 0
+    USER = 1
+    TOOL = 2
+    MODEL = 3
+
+
+class SessionKind(IntEnum):
+    NORMAL = 0
+    COMPRESS = 1
+    SUBAGENT = 2
+
+
+class Field(IntEnum):
+    """What a token is part of; methods that weigh thinking and tool use apart read this."""
+
+    OTHER = 0
+    THINKING = 1
+    TOOL_USE = 2
+    TEXT = 3
+
+
+class Status(IntEnum):
+    """How a trajectory ended. Everything from ``ENV_ERROR`` on is masked and counted, never punished."""
+
+    DONE = 0
+    MAX_TURNS = 1
+    MAX_CONTEXT = 2
+    ENV_ERROR = 3
+    ENV_DEADLINE = 4
+    REWARD_INVALID = 5
+    ABORTED = 6
+
+    @property
+    def trainable(self) -> bool:
+        return self < Status.ENV_ERROR
+
+
+TOKEN_DTYPES: dict[str, Any] = {
+    "ids": np.int32,
+    "loss_mask": np.bool_,
+    "turn": np.int32,
+    "field": np.int8,
+    "rollout_logp": np.float32,
+    "version": np.int64,
+    "weight": np.float32,
+}
+TURN_DTYPES: dict[str, Any] = {
+    "turn_role": np.int8,
+    "turn_start": np.int64,
+    "turn_end": np.int64,
+    "turn_number": np.int32,
+    "turn_state_key": np.int64,
+    "turn_action_key": np.int64,
+    "turn_reward": np.float32,
+}
+OFFSETS = ("segment_tokens", "segment_turns", "session_segments", "trajectory_sessions", "group_trajectories")
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryBatch:
+    """Trajectories of whole groups. T tokens, N turns, S segments, Q sessions, J trajectories, G groups.
+
+    Tokens: ``ids`` int32 [T]; ``loss_mask`` bool [T]; ``turn`` int32 [T]; ``field`` int8 [T];
+    ``rollout_logp`` float32 [T], nats, log p(ids[t] | ids before t) of the sampling distribution at its temperature;
+    ``version`` int64 [T], packed policy version; ``weight`` float32 [T], multiplies the token's loss;
+    ``routed`` uint8/uint16 [T, L, k] or None, expert ids per MoE layer; ``routed_valid`` bool [T].
+
+    Turns: ``turn_role`` [N]; ``turn_start``/``turn_end`` int64 [N], token span; ``turn_number`` int32 [N], counted over
+    the whole trajectory across its sessions; ``turn_state_key``/``turn_action_key`` int64 [N], 0 where unknown: hash of
+    the environment state before the action, and of the canonical action; ``turn_reward`` float32 [N];
+    ``turn_labels`` name -> int16 [N], -1 where unlabelled.
+
+    Offsets: ``segment_tokens`` [S+1], ``segment_turns`` [S+1], ``session_segments`` [Q+1], ``trajectory_sessions``
+    [J+1], ``group_trajectories`` [G+1].
+
+    Sessions: ``session_kind`` int8 [Q]; ``session_parent`` int32 [Q], index of the spawning session or -1;
+    ``session_return`` int64 [Q, 2], token span in the parent where its result appears, or -1.
+
+    Trajectories: ``trajectory_id`` [J]; ``sample`` int32 [J], number within the group; ``reward`` float32 [J];
+    ``reward_parts`` name -> float32 [J]; ``success`` bool [J]; ``status`` int8 [J]; ``harness`` [J].
+
+    Groups: ``group_id`` [G]; ``task_id`` [G].
+    """
+
+    ids: Array
+    loss_mask: Array
+    turn: Array
+    field: Array
+    rollout_logp: Array
+    version: Array
+    weight: Array
+    turn_role: Array
+    turn_start: Array
+    turn_end: Array
+    turn_number: Array
+    turn_state_key: Array
+    turn_action_key: Array
+    turn_reward: Array
+    segment_tokens: Array
+    segment_turns: Array
+    session_segments: Array
+    trajectory_sessions: Array
+    group_trajectories: Array
+    session_kind: Array
+    session_parent: Array
+    session_return: Array
+    trajectory_id: tuple[str, ...]
+    sample: Array
+    reward: Array
+    success: Array
+    status: Array
+    harness: tuple[str, ...]
+    group_id: tuple[str, ...]
+    task_id: tuple[str, ...]
+    reward_parts: Mapping[str, Array] = field(default_factory=dict)
+    turn_labels: Mapping[str, Array] = field(default_factory=dict)
+    routed: Array | None = None
+    routed_valid: Array | None = None
+
+    def __post_init__(self) -> None:
+        for name in ARRAY_FIELDS:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            dtype = DTYPES.get(name)
+            array = np.ascontiguousarray(value) if dtype is None else np.ascontiguousarray(value, dtype=dtype)
+            array = array.view()
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+        for name in ("reward_parts", "turn_labels"):
+            frozen = {}
+            for key, value in getattr(self, name).items():
+                array = np.ascontiguousarray(value, dtype=np.float32 if name == "reward_parts" else np.int16).view()
+                array.flags.writeable = False
+                frozen[key] = array
+            object.__setattr__(self, name, frozen)
+        validate(self)
+
+    # -- sizes -----------------------------------------------------------------------------------------------------
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turn_role)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.segment_tokens) - 1
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self.session_segments) - 1
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.trajectory_sessions) - 1
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_trajectories) - 1
+
+    # -- keys: for each element of one level, the index of its owner at another -----------------------------------
+    def segment_session(self) -> Array:
+        return owners(self.session_segments)
+
+    def session_trajectory(self) -> Array:
+        return owners(self.trajectory_sessions)
+
+    def segment_trajectory(self) -> Array:
+        return self.session_trajectory()[self.segment_session()]
+
+    def trajectory_group(self) -> Array:
+        return owners(self.group_trajectories)
+
+    def token_segment(self) -> Array:
+        return owners(self.segment_tokens)
+
+    def token_trajectory(self) -> Array:
+        return self.segment_trajectory()[self.token_segment()]
+
+    def turn_segment(self) -> Array:
+        return owners(self.segment_turns)
+
+    def turn_trajectory(self) -> Array:
+        return self.segment_trajectory()[self.turn_segment()]
+
+    def trajectory_tokens(self) -> Array:
+        """Token offsets of the trajectories, int64 [J+1]."""
+        return self.segment_tokens[self.session_segments[self.trajectory_sessions]]
+
+    def trainable(self) -> Array:
+        """bool [J]: trajectories whose end says something about the policy."""
+        return self.status < int(Status.ENV_ERROR)
+
+    # -- views -----------------------------------------------------------------------------------------------------
+    def trajectory(self, index: int) -> TrajectoryView:
+        if not 0 <= index < self.num_trajectories:
+            raise IndexError(f"trajectory {index} of a batch that holds {self.num_trajectories}")
+        return TrajectoryView(self, index)
+
+    def trajectories(self) -> Iterator[TrajectoryView]:
+        return (TrajectoryView(self, j) for j in range(self.num_trajectories))
+
+    def with_rewards(self, reward: Array) -> TrajectoryBatch:
+        """The same batch with other trajectory rewards (``reward`` float32 [J])."""
+        return replace(self, reward=reward)
+
+
+@dataclass(frozen=True)
+class TrajectoryView:
+    """One trajectory of a batch; holds no data of its own."""
+
+    batch: TrajectoryBatch
+    index: int
+
+    @property
+    def trajectory_id(self) -> str:
+        return self.batch.trajectory_id[self.index]
+
+    @property
+    def status(self) -> Status:
+        return Status(int(self.batch.status[self.index]))
+
+    @property
+    def reward(self) -> float:
+        return float(self.batch.reward[self.index])
+
+    @property
+    def tokens(self) -> slice:
+        offsets = self.batch.trajectory_tokens()
+        return slice(int(offsets[self.index]), int(offsets[self.index + 1]))
+
+    @property
+    def segments(self) -> range:
+        b = self.batch
+        first, last = b.trajectory_sessions[self.index], b.trajectory_sessions[self.index + 1]
+        return range(int(b.session_segments[first]), int(b.session_segments[last]))
+
+    @property
+    def turns(self) -> range:
+        segments = self.segments
+        offsets = self.batch.segment_turns
+        return range(int(offsets[segments.start]), int(offsets[segments.stop]))
+
+    @property
+    def num_model_turns(self) -> int:
+        turns = self.turns
+        return int(np.count_nonzero(self.batch.turn_role[turns.start : turns.stop] == Role.MODEL))
+
+
+DTYPES: dict[str, Any] = {
+    **TOKEN_DTYPES,
+    **TURN_DTYPES,
+    **dict.fromkeys(OFFSETS, np.int64),
+    "session_kind": np.int8,
+    "session_parent": np.int32,
+    "session_return": np.int64,
+    "sample": np.int32,
+    "reward": np.float32,
+    "success": np.bool_,
+    "status": np.int8,
+    "routed_valid": np.bool_,
+}
+ARRAY_FIELDS = (*DTYPES, "routed")
+TUPLE_FIELDS = ("trajectory_id", "harness", "group_id", "task_id")
+
+
+def owners(offsets: Array) -> Array:
+    """For each element of a partition given by its offsets, the index of the part that holds it."""
+    return np.repeat(np.arange(len(offsets) - 1, dtype=np.int64), np.diff(offsets))
+
+
+def _where(batch: TrajectoryBatch, token: int) -> str:
+    """Names a token for an error: trajectory, session and position within the session's segment."""
+    segment = int(np.searchsorted(batch.segment_tokens, token, side="right")) - 1
+    session = int(np.searchsorted(batch.session_segments, segment, side="right")) - 1
+    trajectory = int(np.searchsorted(batch.trajectory_sessions, session, side="right")) - 1
+    local_session = session - int(batch.trajectory_sessions[trajectory])
+    position = token - int(batch.segment_tokens[segment])
+    local_segment = segment - int(batch.session_segments[session])
+    name = batch.trajectory_id[trajectory]
+    return f"trajectory {name!r}, session {local_session}, segment {local_segment}, position {position}"
+
+
+def _partition(name: str, offsets: Array, size: int, below: str) -> None:
+    if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0:
+        raise RecordError(f"{name}: offsets must be one-dimensional and start at 0, got {offsets[:3]!r}")
+    if np.any(np.diff(offsets) < 0):
+        at = int(np.argmax(np.diff(offsets) < 0))
+        raise RecordError(f"{name}: offsets fall from {offsets[at]} to {offsets[at + 1]} at {at}")
+    if offsets[-1] != size:
+        raise RecordError(f"{name}: offsets end at {offsets[-1]}, the batch holds {size} {below}")
+
+
+def validate(batch: TrajectoryBatch) -> None:
+    """Checks invariants 1-6; raises ``RecordError`` naming trajectory, session and position."""
+    tokens, turns = len(batch.ids), len(batch.turn_role)
+    for name in TOKEN_DTYPES:
+        if getattr(batch, name).shape != (tokens,):
+            raise RecordError(f"{name}: shape {getattr(batch, name).shape}, expected ({tokens},) like ids")
+    for name in TURN_DTYPES:
+        if getattr(batch, name).shape != (turns,):
+            raise RecordError(f"{name}: shape {getattr(batch, name).shape}, expected ({turns},) like turn_role")
+    segments, sessions = len(batch.segment_tokens) - 1, len(batch.session_segments) - 1
+    trajectories, groups = len(batch.trajectory_sessions) - 1, len(batch.group_trajectories) - 1
+    _partition("segment_tokens", batch.segment_tokens, tokens, "tokens")
+    _partition("segment_turns", batch.segment_turns, turns, "turns")
+    _partition("session_segments", batch.session_segments, segments, "segments")
+    _partition("trajectory_sessions", batch.trajectory_sessions, sessions, "sessions")
+    _partition("group_trajectories", batch.group_trajectories, trajectories, "trajectories")
+    if len(batch.segment_turns) != segments + 1:
+        raise RecordError(f"segment_turns has {len(batch.segment_turns)} offsets, segment_tokens {segments + 1}")
+    expected: dict[str, tuple[int, ...]] = {
+        "session_kind": (sessions,),
+        "session_parent": (sessions,),
+        "session_return": (sessions, 2),
+        "sample": (trajectories,),
+        "reward": (trajectories,),
+        "success": (trajectories,),
+        "status": (trajectories,),
+    }
+    for name, shape in expected.items():
+        if getattr(batch, name).shape != shape:
+            raise RecordError(f"{name}: shape {getattr(batch, name).shape}, expected {shape}")
+    for name, count in (
+        ("trajectory_id", trajectories),
+        ("harness", trajectories),
+        ("group_id", groups),
+        ("task_id", groups),
+    ):
+        if len(getattr(batch, name)) != count:
+            raise RecordError(f"{name}: {len(getattr(batch, name))} entries, expected {count}")
+    if len(set(batch.trajectory_id)) != trajectories:
+        raise RecordError("trajectory_id: ids repeat")
+    for parts, count in ((batch.reward_parts, trajectories), (batch.turn_labels, turns)):
+        for key, value in parts.items():
+            if value.shape != (count,):
+                raise RecordError(f"{key!r}: shape {value.shape}, expected ({count},)")
+    if not np.all(np.isfinite(batch.reward)):
+        at = int(np.argmax(~np.isfinite(batch.reward)))
+        raise RecordError(f"trajectory {batch.trajectory_id[at]!r}: reward is {batch.reward[at]}; mark it REWARD_INVALID")
+    _validate_tokens(batch)
+    if batch.routed is not None:
+        if batch.routed_valid is None:
+            raise RecordError("routed is given without routed_valid")
+        if batch.routed.ndim != 3 or len(batch.routed) != tokens or batch.routed.dtype.kind != "u":
+            raise RecordError(f"routed: {batch.routed.dtype} {batch.routed.shape}, expected unsigned [{tokens}, L, k]")
+        if batch.routed_valid.shape != (tokens,):
+            raise RecordError(f"routed_valid: shape {batch.routed_valid.shape}, expected ({tokens},)")
+
+
+def _fail_at(batch: TrajectoryBatch, bad: Array, message: str) -> None:
+    if np.any(bad):
+        at = int(np.argmax(bad))
+        raise RecordError(f"{_where(batch, at)}: {message}")
+
+
+def _validate_tokens(batch: TrajectoryBatch) -> None:
+    tokens, turns = len(batch.ids), len(batch.turn_role)
+    _fail_at(batch, batch.ids < 0, "negative token id")
+    _fail_at(batch, (batch.turn < -1) | (batch.turn >= turns), f"turn index outside -1..{turns - 1}")
+    if turns:
+        start, end = batch.turn_start, batch.turn_end
+        if np.any(start > end) or np.any(start < 0) or np.any(end > tokens):
+            at = int(np.argmax((start > end) | (start < 0) | (end > tokens)))
+            raise RecordError(f"turn {at}: span [{start[at]}, {end[at]}) in a batch of {tokens} tokens")
+        owner = owners(batch.segment_turns)
+        outside = (start < batch.segment_tokens[owner]) | (end > batch.segment_tokens[owner + 1])
+        if np.any(outside):
+            at = int(np.argmax(outside))
+            raise RecordError(f"{_where(batch, min(int(start[at]), tokens - 1))}: turn {at} leaves its segment")
+        disordered = (start[1:] < end[:-1]) & (owner[1:] == owner[:-1])
+        if np.any(disordered):
+            at = int(np.argmax(disordered)) + 1
+            raise RecordError(f"{_where(batch, int(start[at]))}: turn {at} overlaps the one before it")
+    marks = np.full(tokens, -1, dtype=np.int64)
+    if turns:
+        lengths = batch.turn_end - batch.turn_start
+        index = np.repeat(np.arange(turns), lengths)
+        within = np.arange(len(index)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        marks[batch.turn_start[index] + within] = index
+    _fail_at(batch, marks != batch.turn, "token's turn index disagrees with the turn's span")
+    sampled = batch.version >= 0
+    _fail_at(batch, (batch.version < UNSAMPLED), "version below -1")
+    on_model = np.zeros(tokens, dtype=bool)
+    on_turn = batch.turn >= 0
+    on_model[on_turn] = batch.turn_role[batch.turn[on_turn]] == Role.MODEL
+    _fail_at(batch, sampled & ~on_model, "sampled token outside a model turn")
+    _fail_at(batch, batch.loss_mask & ~sampled, "loss mask 1 on a token that was not sampled")
+    _fail_at(batch, sampled & ~np.isfinite(batch.rollout_logp), "rollout log-prob is not finite")
+    _fail_at(batch, sampled & (batch.rollout_logp > 0), "rollout log-prob above 0")
+    _fail_at(batch, ~sampled & (batch.rollout_logp != 0), "rollout log-prob on a token that was not sampled")
+    _fail_at(batch, ~np.isfinite(batch.weight) | (batch.weight < 0), "weight is negative or not finite")
+    at = np.flatnonzero(sampled)
+    if len(at) > 1:
+        falls = (batch.version[at[1:]] < batch.version[at[:-1]]) & (batch.turn[at[1:]] == batch.turn[at[:-1]])
+        if np.any(falls):
+            where = int(at[1:][np.argmax(falls)])
+            raise RecordError(f"{_where(batch, where)}: policy version falls inside a turn")
+
+
+def _concat_optional(batches: Sequence[TrajectoryBatch]) -> tuple[Array | None, Array | None]:
+    present = [b for b in batches if b.routed is not None]
+    if not present:
+        return None, None
+    first = present[0].routed
+    assert first is not None
+    shape, dtype = first.shape[1:], max((b.routed.dtype for b in present if b.routed is not None), key=lambda d: d.itemsize)
+    routed, valid = [], []
+    for b in batches:
+        if b.routed is None or b.routed_valid is None:
+            routed.append(np.zeros((b.num_tokens, *shape), dtype=dtype))
+            valid.append(np.zeros(b.num_tokens, dtype=bool))
+        elif b.routed.shape[1:] != shape:
+            raise RecordError(f"routed: cannot join [*, {b.routed.shape[1:]}] with [*, {shape}]")
+        else:
+            routed.append(b.routed.astype(dtype, copy=False))
+            valid.append(b.routed_valid)
+    return np.concatenate(routed), np.concatenate(valid)
+
+
+def _shift(arrays: Sequence[Array], sizes: Sequence[int]) -> Array:
+    """Concatenates index arrays, adding the running total of ``sizes``; -1 stays -1."""
+    base, parts = 0, []
+    for array, size in zip(arrays, sizes, strict=True):
+        parts.append(np.where(array >= 0, array + base, array))
+        base += size
+    return np.concatenate(parts)
+
+
+def _join_offsets(arrays: Sequence[Array]) -> Array:
+    base, parts = 0, [np.zeros(1, dtype=np.int64)]
+    for array in arrays:
+        parts.append(array[1:] + base)
+        base += int(array[-1])
+    return np.concatenate(parts)
+
+
+def concat(batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
+    """Joins batches in order; the groups of each stay groups of the result."""
+    if not batches:
+        raise RecordError("concat needs at least one batch")
+    if len(batches) == 1:
+        return batches[0]
+    values: dict[str, Any] = {}
+    token_sizes, turn_sizes = [b.num_tokens for b in batches], [b.num_turns for b in batches]
+    session_sizes = [b.num_sessions for b in batches]
+    for name in DTYPES:
+        if name == "routed_valid":
+            continue
+        parts = [getattr(b, name) for b in batches]
+        if name in OFFSETS:
+            values[name] = _join_offsets(parts)
+        elif name == "turn":
+            values[name] = _shift(parts, turn_sizes)
+        elif name in ("turn_start", "turn_end", "session_return"):
+            values[name] = _shift(parts, token_sizes)
+        elif name == "session_parent":
+            values[name] = _shift(parts, session_sizes)
+        else:
+            values[name] = np.concatenate(parts)
+    for name in TUPLE_FIELDS:
+        values[name] = tuple(x for b in batches for x in getattr(b, name))
+    for name, fill, size in (("reward_parts", 0.0, "num_trajectories"), ("turn_labels", -1, "num_turns")):
+        keys = sorted({k for b in batches for k in getattr(b, name)})
+        values[name] = {
+            k: np.concatenate([getattr(b, name).get(k, np.full(getattr(b, size), fill)) for b in batches]) for k in keys
+        }
+    values["routed"], values["routed_valid"] = _concat_optional(batches)
+    return TrajectoryBatch(**values)
+
+
+def select_groups(batch: TrajectoryBatch, groups: Sequence[int]) -> TrajectoryBatch:
+    """The batch that holds these groups, in this order."""
+    return concat([_slice_groups(batch, g, g + 1) for g in groups])
+
+
+def _slice_groups(batch: TrajectoryBatch, first: int, last: int) -> TrajectoryBatch:
+    """Groups [first, last) of a batch: every level's slice follows from the offsets above it."""
+    j0, j1 = (int(batch.group_trajectories[i]) for i in (first, last))
+    q0, q1 = (int(batch.trajectory_sessions[i]) for i in (j0, j1))
+    s0, s1 = (int(batch.session_segments[i]) for i in (q0, q1))
+    t0, t1 = (int(batch.segment_tokens[i]) for i in (s0, s1))
+    n0, n1 = (int(batch.segment_turns[i]) for i in (s0, s1))
+    spans = {
+        "segment_tokens": (s0, s1 + 1, t0),
+        "segment_turns": (s0, s1 + 1, n0),
+        "session_segments": (q0, q1 + 1, s0),
+        "trajectory_sessions": (j0, j1 + 1, q0),
+        "group_trajectories": (first, last + 1, j0),
+    }
+    values: dict[str, Any] = {name: getattr(batch, name)[a:b] - base for name, (a, b, base) in spans.items()}
+    values |= {name: getattr(batch, name)[t0:t1] for name in TOKEN_DTYPES}
+    values |= {name: getattr(batch, name)[n0:n1] for name in TURN_DTYPES}
+    for name, base in (("turn", n0), ("turn_start", t0), ("turn_end", t0)):
+        values[name] = np.where(values[name] >= 0, values[name] - base, values[name])
+    values["session_kind"] = batch.session_kind[q0:q1]
+    for name, base in (("session_parent", q0), ("session_return", t0)):
+        part = getattr(batch, name)[q0:q1]
+        values[name] = np.where(part >= 0, part - base, part)
+    values |= {name: getattr(batch, name)[j0:j1] for name in ("sample", "reward", "success", "status")}
+    values |= {name: getattr(batch, name)[j0:j1] for name in ("trajectory_id", "harness")}
+    values |= {name: getattr(batch, name)[first:last] for name in ("group_id", "task_id")}
+    values["reward_parts"] = {k: v[j0:j1] for k, v in batch.reward_parts.items()}
+    values["turn_labels"] = {k: v[n0:n1] for k, v in batch.turn_labels.items()}
+    values["routed"] = None if batch.routed is None else batch.routed[t0:t1]
+    values["routed_valid"] = None if batch.routed_valid is None else batch.routed_valid[t0:t1]
+    return TrajectoryBatch(**values)
+
+
+def equal(a: TrajectoryBatch, b: TrajectoryBatch) -> bool:
+    """Exact equality of every field, bit for bit."""
+    for item in fields(TrajectoryBatch):
+        x, y = getattr(a, item.name), getattr(b, item.name)
+        if isinstance(x, Mapping):
+            if set(x) != set(y) or any(not np.array_equal(x[k], y[k]) for k in x):
+                return False
+        elif isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
+            if x.dtype != y.dtype or not np.array_equal(x, y):
+                return False
+        elif x is not y and x != y:
+            return False
+    return True
