@@ -40,8 +40,8 @@ class Harness(Protocol):
     def opening(self, task: Task, first: Observation, tools: Sequence[ToolSpec]) -> Sequence[Message]:
         """Messages before the first model turn (system prompt, tool schema, first observation)."""
 
-    def parse(self, text: str) -> Parsed:
-        """The action in one model turn (decoded text without the stop token)."""
+    def parse(self, text: str, tools: Sequence[ToolSpec]) -> Parsed:
+        """The action in one model turn (decoded text without the stop token); ``tools`` as in ``opening``."""
 
     def reply(self, observation: Observation) -> Sequence[Message]:
         """Messages that follow an action."""

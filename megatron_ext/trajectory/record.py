@@ -159,19 +159,19 @@ class TrajectoryBatch:
             value = getattr(self, name)
             if value is None:
                 continue
-            dtype = DTYPES.get(name)
-            array = np.ascontiguousarray(value) if dtype is None else np.ascontiguousarray(value, dtype=dtype)
-            array = array.view()
-            array.flags.writeable = False
-            object.__setattr__(self, name, array)
-        for name in ("reward_parts", "turn_labels"):
-            frozen = {}
-            for key, value in getattr(self, name).items():
-                array = np.ascontiguousarray(value, dtype=np.float32 if name == "reward_parts" else np.int16).view()
-                array.flags.writeable = False
-                frozen[key] = array
+            object.__setattr__(self, name, _frozen(value, DTYPES.get(name)))
+        for name, dtype in (("reward_parts", np.float32), ("turn_labels", np.int16)):
+            frozen = {key: _frozen(value, dtype) for key, value in getattr(self, name).items()}
             object.__setattr__(self, name, frozen)
         validate(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickling gives writeable arrays: freeze them again, so that invariant 8 survives a process boundary."""
+        for name, value in state.items():
+            for array in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(array, np.ndarray):
+                    array.flags.writeable = False
+            object.__setattr__(self, name, value)
 
     # -- sizes -----------------------------------------------------------------------------------------------------
     @property
@@ -302,6 +302,17 @@ DTYPES: dict[str, Any] = {
 }
 ARRAY_FIELDS = (*DTYPES, "routed")
 TUPLE_FIELDS = ("trajectory_id", "harness", "group_id", "task_id")
+
+
+def _frozen(value: Any, dtype: Any) -> Array:
+    """A read-only contiguous array. One that is handed over whole is frozen in place, without a copy: the giver's later
+    write fails loudly. A view of memory that others can still write is copied."""
+    array = np.ascontiguousarray(value, dtype=dtype)
+    if array.flags.writeable:
+        if not array.flags.owndata:
+            array = array.copy()
+        array.flags.writeable = False
+    return array
 
 
 def owners(offsets: Array) -> Array:
@@ -510,7 +521,12 @@ def concat(batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
 
 
 def select_groups(batch: TrajectoryBatch, groups: Sequence[int]) -> TrajectoryBatch:
-    """The batch that holds these groups, in this order."""
+    """The batch that holds these groups, in this order; no groups give an empty batch."""
+    for g in groups:
+        if not 0 <= g < batch.num_groups:
+            raise IndexError(f"group {g} of a batch that holds {batch.num_groups}")
+    if not len(groups):
+        return _slice_groups(batch, 0, 0)
     return concat([_slice_groups(batch, g, g + 1) for g in groups])
 
 
@@ -547,15 +563,22 @@ def _slice_groups(batch: TrajectoryBatch, first: int, last: int) -> TrajectoryBa
     return TrajectoryBatch(**values)
 
 
+def _same_bits(x: Array, y: Array) -> bool:
+    """Bitwise equality: NaN equals itself, 0.0 and -0.0 differ."""
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    return np.array_equal(x.reshape(-1).view(np.uint8), y.reshape(-1).view(np.uint8))
+
+
 def equal(a: TrajectoryBatch, b: TrajectoryBatch) -> bool:
     """Exact equality of every field, bit for bit."""
     for item in fields(TrajectoryBatch):
         x, y = getattr(a, item.name), getattr(b, item.name)
         if isinstance(x, Mapping):
-            if set(x) != set(y) or any(not np.array_equal(x[k], y[k]) for k in x):
+            if set(x) != set(y) or any(not _same_bits(x[k], y[k]) for k in x):
                 return False
         elif isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
-            if x.dtype != y.dtype or not np.array_equal(x, y):
+            if not _same_bits(x, y):
                 return False
         elif x is not y and x != y:
             return False

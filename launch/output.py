@@ -1,0 +1,37 @@
+"""Keeps stdout clean for ``--json``: JSON lines there, everything else on stderr.
+
+Invariant (``tests/launch/test_output.py``): inside ``json_lines`` whatever this process, its libraries or its children
+write to file descriptor 1 goes to stderr; only the writer reaches the real stdout, one object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+Write = Callable[[Mapping[str, Any]], None]
+
+
+@contextmanager
+def json_lines() -> Iterator[Write]:
+    """Redirects descriptor 1 to stderr and yields a writer of JSON objects to the real stdout."""
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(real), "w", encoding="utf-8") as stream:
+
+            def write(value: Mapping[str, Any]) -> None:
+                # NaN and infinity are not JSON: a number that could not be measured must not pass for one.
+                stream.write(json.dumps(value, allow_nan=False) + "\n")
+                stream.flush()
+
+            yield write
+    finally:
+        sys.stdout.flush()
+        os.dup2(real, 1)
+        os.close(real)

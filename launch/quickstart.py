@@ -1,0 +1,62 @@
+"""``bash launch/quickstart [--json] [KEY=VALUE ...]``: the main job, ``recipe=quickstart``, with its result at the end.
+
+``--json``: the last (and only) line of stdout is ``{success_before, success_after, steps, seconds, run_dir}``;
+progress goes to stderr. Exit status as in ``launch.train``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from launch.output import json_lines
+from launch.train import how_to_go_on, report, run, summary
+from megatron_ext.config.compose import ConfigError
+
+USAGE = (
+    "usage: bash launch/quickstart [--json] [KEY=VALUE ...]\n"
+    "Makes the environment if it is missing, trains recipe=quickstart and prints success before and after.\n"
+    "Every key: bash launch/env python -m launch.train --help recipe=quickstart"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    flags = [a for a in arguments if a.startswith("-")]
+    if "-h" in flags or "--help" in flags:
+        print(USAGE)
+        return 0
+    unknown = [flag for flag in flags if flag != "--json"]
+    if unknown:
+        print(f"error: {unknown[0]}: no such option; there are --json and --help", file=sys.stderr)
+        return 2
+    overrides = [a for a in arguments if not a.startswith("-")]
+    if not any(a.startswith("recipe=") for a in overrides):
+        overrides.insert(0, "recipe=quickstart")
+    with ExitStack() as stack:
+        write = stack.enter_context(json_lines()) if "--json" in flags else None
+        try:
+            result = run(overrides)
+        except ConfigError as error:
+            return report(error)
+        if result.interrupted:
+            print(how_to_go_on(overrides, result.run_dir), file=sys.stderr)
+            return 130
+        if write is None:
+            print(summary(result))
+        else:
+            write(
+                {
+                    "success_before": result.success_before,
+                    "success_after": result.success_after,
+                    "steps": result.steps,
+                    "seconds": round(result.seconds, 1),
+                    "run_dir": str(result.run_dir.resolve()),
+                }
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Refuses impossible combinations before anything is allocated: a pure function from a configuration to lines.
+
+Invariants (``tests/config/test_validate.py``):
+
+1. Pure and complete: no file, process or device is touched, and every problem is returned, not the first.
+2. A line names the keys and their values, what is impossible about them, and so what to change.
+3. A configuration with no problem gives the empty list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_ext.config.instantiate import instantiate
+from megatron_ext.config.schema import Config, OptimizerConfig
+
+# Allowed values of the keys that choose by name.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "backend.device": ("auto", "cpu", "cuda"),
+    "backend.layer_spec": ("auto", "local", "te"),
+    "backend.optimizer": ("auto", "torch", "fused"),
+    "backend.communication": ("auto", "gloo", "nccl"),
+    "backend.dtype": ("float32", "bfloat16"),
+    "model.init": ("fan_in", "normal"),
+    "credit.normalize": ("std", "mean", "none"),
+    "loss.aggregation": ("token_mean", "row_mean", "trajectory_mean", "prompt_mean"),
+    "optimizer.name": ("adam", "sgd"),
+    "optimizer.schedule": ("constant", "cosine", "linear"),
+    "warm_start.optimizer.name": ("adam", "sgd"),
+    "warm_start.optimizer.schedule": ("constant", "cosine", "linear"),
+}
+
+# Smallest allowed value of the keys that count something.
+AT_LEAST: Mapping[str, float] = {
+    "run.steps": 0,
+    "run.max_minutes": 0,
+    "run.threads": 1,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.virtual_pipeline": 1,
+    "parallel.expert": 1,
+    "parallel.expert_tensor": 1,
+    "parallel.context": 1,
+    "model.max_context": 2,
+    "model.aux_loss_coefficient": 0,
+    "tokenizer.corpus_tasks": 1,
+    "batch.tasks_per_step": 1,
+    "batch.trajectories_per_task": 1,
+    "batch.optimizer_steps_per_batch": 1,
+    "batch.tokens_per_microbatch": 1,
+    "batch.tokens_per_row": 0,
+    "rollout.top_k": 0,
+    "rollout.max_new_tokens": 1,
+    "rollout.max_turns": 1,
+    "rollout.concurrency": 1,
+    "rollout.env_workers": 1,
+    "credit.eps": 0,
+    "credit.filter.draw_limit": 1,
+    "credit.filter.tolerance": 0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.clip_grad": 0,
+    "warm_start.demonstrations": 1,
+    "warm_start.min_epochs": 0,
+    "warm_start.gate_tasks": 1,
+    "warm_start.gate_every": 1,
+    "warm_start.trajectories_per_step": 1,
+    "warm_start.observation_weight": 0,
+    "warm_start.aux_loss_coefficient": 0,
+    "tasks.train_tasks": 1,
+    "tasks.dev_tasks": 0,
+    "tasks.test_tasks": 0,
+    "evaluation.every": 0,
+    "evaluation.samples": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+}
+
+ABOVE_ZERO = ("rollout.env_deadline_s", "rollout.lease_deadline_s", "optimizer.lr", "warm_start.optimizer.lr")
+SHARES = ("optimizer.min_lr_ratio", "warm_start.mistake_rate", "warm_start.target_success")
+MAX_VOCAB = 2048
+MIN_VOCAB = 264  # the special tokens, the 256 bytes, and at least one piece to learn
+
+
+def problems(cfg: Config, hf: Mapping[str, Any] | None, world_size: int = 1) -> list[str]:
+    """One line a problem. ``hf`` is the model's HF ``config.json`` (None: not readable, its checks are left out);
+    ``world_size`` the number of training ranks."""
+    return [
+        *_ranges(cfg),
+        *_parallel(cfg, world_size),
+        *(_model(cfg, hf) if hf is not None else ()),
+        *_batch(cfg, world_size),
+        *_rollout(cfg),
+        *_optimizer("optimizer", cfg.optimizer),
+        *_optimizer("warm_start.optimizer", cfg.warm_start.optimizer),
+        *_plug_points(cfg),
+    ]
+
+
+def _get(cfg: Config, path: str) -> Any:
+    value: Any = cfg
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _ranges(cfg: Config) -> Iterator[str]:
+    for path, allowed in CHOICES.items():
+        if (value := _get(cfg, path)) not in allowed:
+            yield f"{path}={value}: must be one of {', '.join(allowed)}"
+    for path, least in AT_LEAST.items():
+        if not (value := _get(cfg, path)) >= least:  # written so that NaN fails
+            yield f"{path}={value}: must be at least {least:g}"
+    for path in ABOVE_ZERO:
+        if not (value := _get(cfg, path)) > 0:
+            yield f"{path}={value}: must be above 0"
+    for path in SHARES:
+        if not 0 <= (value := _get(cfg, path)) <= 1:
+            yield f"{path}={value}: is a share, 0 to 1"
+    if cfg.credit.std_ddof not in (0, 1):
+        yield f"credit.std_ddof={cfg.credit.std_ddof}: must be 0 (population) or 1 (sample)"
+    if not cfg.model.tokenizer and not MIN_VOCAB <= cfg.tokenizer.vocab_size <= MAX_VOCAB:
+        yield (
+            f"tokenizer.vocab_size={cfg.tokenizer.vocab_size}: a learned vocabulary has {MIN_VOCAB} to {MAX_VOCAB} "
+            "tokens, special tokens and bytes included"
+        )
+
+
+def _parallel(cfg: Config, world: int) -> Iterator[str]:
+    p = cfg.parallel
+    if min(p.tensor, p.pipeline, p.virtual_pipeline, p.expert, p.expert_tensor, p.context) < 1:
+        return  # _ranges has said so
+    ranks = p.tensor * p.pipeline * p.context
+    if world % ranks:
+        yield (
+            f"parallel.tensor x pipeline x context = {p.tensor} x {p.pipeline} x {p.context} = {ranks}: "
+            f"does not divide the {world} training ranks"
+        )
+    experts = p.expert_tensor * p.expert * p.pipeline
+    if world % experts:
+        yield (
+            f"parallel.expert_tensor x expert x pipeline = {p.expert_tensor} x {p.expert} x {p.pipeline} = {experts}: "
+            f"does not divide the {world} training ranks"
+        )
+    if p.virtual_pipeline > 1 and p.pipeline == 1:
+        yield f"parallel.virtual_pipeline={p.virtual_pipeline}: needs parallel.pipeline above 1"
+    if p.sequence and p.tensor == 1:
+        yield "parallel.sequence=true: needs parallel.tensor above 1"
+    if p.context > 1 and cfg.model.max_context % (2 * p.context):
+        yield (
+            f"model.max_context={cfg.model.max_context}: must be a multiple of 2 x parallel.context = {2 * p.context} "
+            "(each rank holds two chunks of a row)"
+        )
+    b = cfg.backend
+    if b.device == "cpu" and b.communication == "nccl":
+        yield "backend.communication=nccl: needs backend.device=cuda"
+    if b.device == "cpu" and b.layer_spec == "te":
+        yield "backend.layer_spec=te: needs backend.device=cuda"
+    if b.device == "cpu" and b.optimizer == "fused":
+        yield "backend.optimizer=fused: needs backend.device=cuda"
+
+
+def _model(cfg: Config, hf: Mapping[str, Any]) -> Iterator[str]:
+    p = cfg.parallel
+
+    def divides(key: str, size: int, field: str, what: str) -> Iterator[str]:
+        count = hf.get(field)
+        if isinstance(count, int) and size >= 1 and count % size:
+            yield f"{key}={size}: does not divide the model's {count} {what} ({field})"
+
+    yield from divides("parallel.tensor", p.tensor, "num_attention_heads", "attention heads")
+    yield from divides("parallel.tensor", p.tensor, "num_key_value_heads", "key-value groups")
+    if hf.get("num_experts"):
+        yield from divides("parallel.expert", p.expert, "num_experts", "experts")
+        yield from divides("parallel.expert_tensor", p.expert_tensor, "moe_intermediate_size", "columns of an expert")
+        if p.tensor > 1 and not p.sequence:
+            yield (
+                f"parallel.tensor={p.tensor}: training a Mixture-of-Experts model with tensor parallelism needs "
+                "parallel.sequence=true"
+            )
+    else:
+        yield from divides("parallel.tensor", p.tensor, "intermediate_size", "columns of the MLP")
+        for key, value in (("expert", p.expert), ("expert_tensor", p.expert_tensor)):
+            if value > 1:
+                yield f"parallel.{key}={value}: the model has no experts"
+        if cfg.model.aux_loss_coefficient > 0:
+            yield f"model.aux_loss_coefficient={cfg.model.aux_loss_coefficient}: the model has no experts to balance"
+    layers, chunks = hf.get("num_hidden_layers"), p.pipeline * p.virtual_pipeline
+    if isinstance(layers, int) and chunks >= 1 and layers % chunks:
+        factors = f"{p.pipeline} x {p.virtual_pipeline} = {chunks}"
+        yield f"parallel.pipeline x virtual_pipeline = {factors}: does not divide the model's {layers} layers"
+    longest = hf.get("max_position_embeddings")
+    if isinstance(longest, int) and cfg.model.max_context > longest:
+        yield f"model.max_context={cfg.model.max_context}: the model has {longest} positions (max_position_embeddings)"
+
+
+def _batch(cfg: Config, world: int) -> Iterator[str]:
+    b, p, tasks = cfg.batch, cfg.parallel, cfg.tasks
+    if b.trajectories_per_task < 2 and cfg.credit.normalize in ("std", "mean"):
+        yield (
+            f"batch.trajectories_per_task={b.trajectories_per_task}: credit.normalize={cfg.credit.normalize} compares "
+            "the trajectories of a group, so it needs at least 2 (or credit.normalize=none)"
+        )
+    if (
+        b.trajectories_per_task <= cfg.credit.std_ddof
+        and cfg.credit.normalize == "std"
+        and b.trajectories_per_task >= 2
+    ):
+        yield f"credit.std_ddof={cfg.credit.std_ddof}: needs more than {cfg.credit.std_ddof} trajectories a task"
+    trajectories = b.tasks_per_step * b.trajectories_per_task
+    factors = f"{b.tasks_per_step} x {b.trajectories_per_task} = {trajectories}"
+    product = f"batch.tasks_per_step x trajectories_per_task = {factors}"
+    if b.optimizer_steps_per_batch >= 1 and trajectories % b.optimizer_steps_per_batch:
+        yield f"{product}: not divisible by batch.optimizer_steps_per_batch={b.optimizer_steps_per_batch}"
+    ranks = p.tensor * p.pipeline * p.context
+    data_parallel = world // ranks if ranks >= 1 and world % ranks == 0 else 1
+    if trajectories % data_parallel:
+        yield f"{product}: not divisible by the {data_parallel} data-parallel ranks"
+    if 1 <= tasks.train_tasks < b.tasks_per_step:
+        yield (
+            f"tasks.train_tasks={tasks.train_tasks}: the task set is shorter than a step "
+            f"(batch.tasks_per_step={b.tasks_per_step})"
+        )
+    longest = min(b.tokens_per_row, cfg.model.max_context) if b.tokens_per_row > 0 else cfg.model.max_context
+    if b.tokens_per_microbatch < longest:
+        yield (
+            f"batch.tokens_per_microbatch={b.tokens_per_microbatch}: a row may have {longest} tokens "
+            "(model.max_context, or batch.tokens_per_row when set)"
+        )
+    e = cfg.evaluation
+    if (e.before or e.after) and tasks.test_tasks < 1:
+        yield f"tasks.test_tasks={tasks.test_tasks}: evaluation.before or after needs at least 1"
+    if e.every > 0 and tasks.dev_tasks < 1:
+        yield f"tasks.dev_tasks={tasks.dev_tasks}: evaluation.every={e.every} needs at least 1"
+    if e.samples > 0 and not e.temperature > 0:
+        yield f"evaluation.temperature={e.temperature}: sampled evaluation needs a temperature above 0"
+    w = cfg.warm_start
+    if w.enabled and w.max_epochs < w.min_epochs:
+        yield f"warm_start.max_epochs={w.max_epochs}: below warm_start.min_epochs={w.min_epochs}"
+    if w.enabled and w.target_success > 0 and tasks.dev_tasks < w.gate_tasks:
+        yield f"warm_start.gate_tasks={w.gate_tasks}: the gate plays dev tasks, and tasks.dev_tasks={tasks.dev_tasks}"
+
+
+def _rollout(cfg: Config) -> Iterator[str]:
+    r = cfg.rollout
+    if not r.temperature > 0:
+        yield f"rollout.temperature={r.temperature}: training samples, so it must be above 0"
+    if not 0 < r.top_p <= 1:
+        yield f"rollout.top_p={r.top_p}: must be above 0 and at most 1"
+    if r.max_new_tokens >= cfg.model.max_context:
+        yield (
+            f"rollout.max_new_tokens={r.max_new_tokens}: leaves no room for a prompt in "
+            f"model.max_context={cfg.model.max_context}"
+        )
+    if not cfg.environments:
+        yield "environments: none; name at least one (environments.NAME._target_=...)"
+    elif cfg.tasks.environment not in cfg.environments:
+        yield f"tasks.environment={cfg.tasks.environment}: not among environments ({', '.join(cfg.environments)})"
+    if not cfg.rewards:
+        yield "rewards: none; nothing would be learned"
+    if not cfg.loss.terms:
+        yield "loss.terms: none; nothing would be learned"
+
+
+def _optimizer(path: str, o: OptimizerConfig) -> Iterator[str]:
+    for name, value in (("beta1", o.beta1), ("beta2", o.beta2)):
+        if not 0 <= value < 1:
+            yield f"{path}.{name}={value}: must be at least 0 and below 1"
+    if not o.eps > 0:
+        yield f"{path}.eps={o.eps}: must be above 0"
+
+
+def _plug_points(cfg: Config) -> Iterator[str]:
+    """Judgements that need the plug points themselves: they are small pure objects, built from their own arguments."""
+    setters = []
+    for name, entry in cfg.credit.edits.items():
+        try:
+            edit = instantiate(entry, skip=("order",), where=f"credit.edits.{name}")
+        except (TypeError, ValueError) as error:
+            yield _at("credit.edits." + name, error)
+            continue
+        if edit.traits.scale.value == "sets":
+            setters.append(name)
+    if len(setters) > 1:
+        yield f"credit.edits: {' and '.join(setters)} each set the scale of the advantage; keep one"
+    if cfg.model.router and cfg.model.aux_loss_coefficient > 0:
+        try:
+            fixed = instantiate(cfg.model.router, where="model.router").config_overrides()
+        except (TypeError, ValueError) as error:
+            yield _at("model.router", error)
+            return
+        if fixed.get("moe_aux_loss_coeff") == 0.0:
+            yield (
+                f"model.aux_loss_coefficient={cfg.model.aux_loss_coefficient}: the router policy "
+                f"{cfg.model.router['_target_']} keeps the auxiliary loss off"
+            )
+
+
+def _at(path: str, error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if text.startswith(path) else f"{path}: {text}"

@@ -1,0 +1,84 @@
+"""The base advantage: a trajectory's reward against its group, broadcast to the tokens it trains.
+
+Invariants (``tests/credit/test_base.py`` asserts each):
+
+1. Tokens with mask 0 and all tokens of untrainable trajectories have advantage exactly 0.
+2. Untrainable trajectories (environment errors, invalid rewards) do not vote in the baseline.
+3. Every trained token of a trajectory has the same advantage, in whatever segment or session it stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.credit.groups import group_normalize
+from megatron_ext.trajectory.record import TrajectoryBatch
+
+NORMALIZE = ("std", "mean", "none")
+
+
+def trained_tokens(batch: TrajectoryBatch) -> NDArray[np.bool_]:
+    """bool [T]: mask 1, in a trajectory whose end says something about the policy."""
+    trained: NDArray[np.bool_] = batch.loss_mask & batch.trainable()[batch.token_trajectory()]
+    return trained
+
+
+def broadcast(batch: TrajectoryBatch, values: NDArray[Any]) -> NDArray[np.float64]:
+    """A value per trajectory [J] on each of its trained tokens, 0 elsewhere; float64 [T]."""
+    spread = np.asarray(values, dtype=np.float64)[batch.token_trajectory()]
+    return np.where(trained_tokens(batch), spread, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """GRPO's normaliser; the fields are those of the configuration's ``credit`` section.
+
+    ``normalize``: ``std`` (R - mean) / (std + eps), ``mean`` R - mean, ``none`` R itself (constant groups and groups of
+    one then keep their reward). ``tolerance``: rewards closer than this are equal.
+    """
+
+    normalize: str = "std"
+    std_ddof: int = 0
+    eps: float = 1e-6
+    tolerance: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.normalize not in NORMALIZE:
+            raise ValueError(f"credit.normalize {self.normalize!r}: must be one of {', '.join(NORMALIZE)}")
+        if self.std_ddof not in (0, 1):
+            raise ValueError(f"credit.std_ddof {self.std_ddof}: must be 0 (population) or 1 (sample)")
+
+    def trajectory(self, batch: TrajectoryBatch, reward: NDArray[Any]) -> NDArray[np.float64]:
+        """Advantage of each trajectory, float64 [J], from ``reward`` [J]."""
+        present = batch.trainable()
+        if self.normalize == "none":
+            return np.where(present, np.asarray(reward, dtype=np.float64), 0.0)
+        return group_normalize(
+            reward,
+            batch.trajectory_group(),
+            present=present,
+            std=self.normalize == "std",
+            ddof=self.std_ddof,
+            eps=self.eps,
+            tolerance=self.tolerance,
+        )
+
+    def tokens(self, batch: TrajectoryBatch, reward: NDArray[Any]) -> NDArray[np.float64]:
+        """Advantage of each token, float64 [T]."""
+        return broadcast(batch, self.trajectory(batch, reward))
+
+
+def base_advantage(
+    batch: TrajectoryBatch,
+    *,
+    normalize: str = "std",
+    std_ddof: int = 0,
+    eps: float = 1e-6,
+    tolerance: float = 1e-6,
+) -> NDArray[np.float64]:
+    """Advantage of each token from the batch's own rewards, float64 [T]; see ``Baseline`` for the arguments."""
+    return Baseline(normalize=normalize, std_ddof=std_ddof, eps=eps, tolerance=tolerance).tokens(batch, batch.reward)

@@ -1,0 +1,55 @@
+"""Free-text harness: what the model says is the action.
+
+Invariants: those of ``harness/protocol.py``; and a stripped text without thinking is its own action.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.environments.protocol import Observation, ToolSpec
+from megatron_ext.harness.protocol import Message, Parsed
+from megatron_ext.harness.thinking import after_thinking
+from megatron_ext.trajectory.record import Role
+from megatron_ext.trajectory.task import Task
+
+
+@dataclass(frozen=True)
+class TextHarness:
+    """Observations are user messages; the action is the model's text, stripped, without leading thinking.
+
+    Attributes:
+        system: system prompt; empty = no system message (unless tools are shown).
+        show_tools: list the environment's tools in the system message, for environments that read calls as text.
+    """
+
+    system: str = ""
+    show_tools: bool = False
+
+    @property
+    def harness_id(self) -> str:
+        return "text"
+
+    def opening(self, task: Task, first: Observation, tools: Sequence[ToolSpec]) -> Sequence[Message]:
+        parts = [self.system] if self.system else []
+        if self.show_tools and tools:
+            lines = (f"- {tool.name} {json.dumps(dict(tool.parameters))}: {tool.description}" for tool in tools)
+            parts.append("\n".join(["Tools:", *lines]))
+        system = (Message(Role.SYSTEM, "\n\n".join(parts)),) if parts else ()
+        return (*system, Message(Role.USER, first.text))
+
+    def parse(self, text: str, tools: Sequence[ToolSpec]) -> Parsed:
+        action = after_thinking(text)
+        if action is None:
+            return Parsed(None, "The thinking was not closed with </think>, so there is no action.")
+        if not action:
+            return Parsed(None, "The action was empty. Say what to do.")
+        return Parsed(action)
+
+    def reply(self, observation: Observation) -> Sequence[Message]:
+        return (Message(Role.USER, observation.text),)
+
+    def malformed(self, error: str) -> Sequence[Message]:
+        return (Message(Role.USER, error),)

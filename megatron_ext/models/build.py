@@ -1,0 +1,238 @@
+"""Builds the Megatron ``GPTModel`` chunks of one rank from an HF configuration.
+
+Invariants (``tests/models/test_build.py``):
+
+1. The Megatron configuration agrees with the HF one in every compared field; overrides may not break that.
+2. Routers compute in fp32. With coefficient 0 no auxiliary loss exists: the load-balancing type is ``none`` and nothing
+   is attached to the graph.
+3. Fresh weights depend on the seed alone, not on the layout (``fresh.py``); every parameter is written exactly once.
+4. The Transformer Engine spec is imported only when the back end asks for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+
+from megatron_ext.config.schema import ModelConfig, ParallelConfig
+from megatron_ext.models import cpu_platform
+from megatron_ext.models.attention import PackedAttention
+from megatron_ext.models.backends import ResolvedBackend
+from megatron_ext.models.fresh import FreshReader
+from megatron_ext.models.hf_config import HFConfig, compare
+from megatron_ext.models.hf_io import SafetensorsReader
+from megatron_ext.models.hf_map import Layout, check_divisible, load_tensors
+from megatron_ext.models.norm import RMSNorm
+
+cpu_platform.install()
+with cpu_platform.quiet_import():
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+        get_transformer_layer_offset,
+    )
+
+
+class BuildError(ValueError):
+    """A model that cannot be built as configured; one line per reason."""
+
+
+def transformer_config(
+    hf: HFConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    backend: ResolvedBackend,
+    overrides: Mapping[str, Any] | None = None,
+) -> TransformerConfig:
+    """Megatron's configuration of the model. ``overrides`` are ``TransformerConfig`` fields (a router policy's).
+
+    Raises ``BuildError`` for an unknown override, or a field that disagrees with the HF configuration.
+    """
+    te = backend.layer_spec == "te"
+    gpu = backend.device == "cuda"
+    bf16 = backend.dtype is torch.bfloat16
+    balanced = model.aux_loss_coefficient > 0
+    fields: dict[str, Any] = {
+        "num_layers": hf.layers,
+        "hidden_size": hf.hidden,
+        "num_attention_heads": hf.heads,
+        "num_query_groups": hf.kv_heads,
+        "kv_channels": hf.head_dim,
+        "ffn_hidden_size": hf.intermediate,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_eps,
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "transformer_impl": "transformer_engine" if te else "local",
+        # Weights are written by load_tensors, each exactly once; drawing them first would be wasted work.
+        "perform_initialization": False,
+        "use_cpu_initialization": not gpu,
+        "params_dtype": backend.dtype,
+        "pipeline_dtype": backend.dtype,
+        "bf16": bf16,
+        # Fusions of Megatron's own need Apex or Transformer Engine; off is always right, overrides may turn them on.
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "bias_activation_fusion": te,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": te,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "context_parallel_size": parallel.context,
+        "sequence_parallel": parallel.sequence,
+        # Rows of a step differ in length, so pipeline stages tell each other the shape.
+        "variable_seq_lengths": True,
+        "moe_layer_freq": [int(moe) for moe in hf.moe_pattern],
+    }
+    if parallel.virtual_pipeline > 1 and backend.communication == "gloo":
+        # Interleaved stages deadlock or, worse, mix up tensors over gloo's batched point-to-point calls.
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if any(hf.moe_pattern):
+        fields |= {
+            "num_moe_experts": hf.num_experts,
+            "moe_ffn_hidden_size": hf.moe_intermediate,
+            "moe_router_topk": hf.top_k,
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "aux_loss" if balanced else "none",
+            "moe_aux_loss_coeff": model.aux_loss_coefficient if balanced else 0.0,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": te,
+            "moe_permute_fusion": te,
+        }
+    known = {f.name for f in dataclasses.fields(TransformerConfig) if f.init}
+    unknown = sorted(set(overrides or {}) - known)
+    if unknown:
+        raise BuildError(f"not fields of Megatron's TransformerConfig: {', '.join(unknown)}")
+    config = TransformerConfig(**(fields | dict(overrides or {})))
+    mismatches = compare(hf, config)
+    if mismatches:
+        raise BuildError("the HF config and the model disagree:\n" + "\n".join(mismatches))
+    return config
+
+
+def _local_spec(hf: HFConfig, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Layers of this chunk from Megatron's own modules with this project's norm and attention."""
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=partial(PackedAttention, rope_theta=hf.rope_theta),
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            k_layernorm=RMSNorm,
+        ),
+    )
+
+    def layer(moe: bool) -> ModuleSpec:
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=RMSNorm,
+                self_attention=attention,
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=RMSNorm,
+                mlp=get_mlp_module_spec_for_backend(
+                    backend=LocalSpecProvider(), num_experts=hf.num_experts if moe else None, moe_grouped_gemm=False
+                ),
+                mlp_bda=get_bias_dropout_add,
+                # The names under which a distributed checkpoint keeps them, shared with the Transformer Engine spec.
+                sharded_state_dict_keys_map={
+                    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+                },
+            ),
+        )
+
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [layer(moe) for moe in hf.moe_pattern[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _chunk(hf: HFConfig, config: TransformerConfig, model: ModelConfig, te: bool, vp_stage: int | None) -> GPTModel:
+    if te:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    else:
+        spec = _local_spec(hf, config, vp_stage)
+    whole = vp_stage is None
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=hf.vocab,
+        max_sequence_length=model.max_context,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        # The local attention applies RoPE itself, by position in each packed sequence.
+        position_embedding_type="rope" if te else "none",
+        rotary_base=hf.rope_theta,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        vp_stage=vp_stage,
+    )
+
+
+def build_model(
+    hf: HFConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    backend: ResolvedBackend,
+    overrides: Mapping[str, Any] | None = None,
+    seed: int = 1,
+) -> list[GPTModel]:
+    """This rank's model chunks (one, or ``parallel.virtual_pipeline``), on the back end's device, weights written.
+
+    Process groups must be up (``parallel.initialize``). Weights come from ``model.weights`` when it names an HF folder,
+    else they are drawn from ``seed``. bf16 parameters are bf16; norms and routers compute in fp32.
+    """
+    errors = check_divisible(hf, Layout.of(parallel))
+    if model.max_context > hf.max_position_embeddings:
+        errors.append(
+            f"model.max_context {model.max_context} exceeds max_position_embeddings {hf.max_position_embeddings}"
+        )
+    if any(hf.moe_pattern) and parallel.tensor > 1 and not parallel.sequence:
+        errors.append("MoE training with parallel.tensor > 1 needs parallel.sequence=true")
+    if model.aux_loss_coefficient < 0:
+        errors.append(f"model.aux_loss_coefficient must be >= 0, got {model.aux_loss_coefficient}")
+    if errors:
+        raise BuildError("\n".join(errors))
+    config = transformer_config(hf, model, parallel, backend, overrides)
+    te = backend.layer_spec == "te"
+    stages: list[int | None] = [None] if parallel.virtual_pipeline == 1 else list(range(parallel.virtual_pipeline))
+    with cpu_platform.quiet_import():
+        chunks = [_chunk(hf, config, model, te, stage) for stage in stages]
+    for chunk in chunks:
+        chunk.to(backend.torch_device)
+    reader = SafetensorsReader(model.weights) if model.weights else FreshReader(hf, model, seed)
+    if isinstance(reader, SafetensorsReader):
+        reader.check(hf)
+    load_tensors(chunks, hf, reader)
+    return chunks

@@ -1,0 +1,58 @@
+"""Scripted demonstrations as trajectories, for a supervised warm start.
+
+Invariant: the record is what the episode loop would have written had the model said the script's words, so that a warm
+start and RL train on the same token sequences (``tests/rollout/test_demonstrations.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ext.environments.pool import Demonstration
+from megatron_ext.environments.protocol import ToolSpec
+from megatron_ext.harness.protocol import Harness
+from megatron_ext.harness.template import ChatCodec
+from megatron_ext.trajectory.builder import TrajectoryBuilder, build_group
+from megatron_ext.trajectory.record import Status, TrajectoryBatch, concat
+
+
+def demonstration_batch(
+    codec: ChatCodec,
+    harness: Harness,
+    demonstrations: Sequence[Demonstration],
+    tools: Sequence[ToolSpec],
+    max_context: int,
+) -> TrajectoryBatch:
+    """Each demonstration as a group of one. Action tokens carry mask 1, version 0 and log-prob 0 (the script is certain).
+
+    A demonstration longer than ``max_context`` tokens is cut after the last whole turn that fits; one whose first turn
+    does not fit is an error, since nothing could be learned from it.
+    """
+    groups = []
+    for number, demo in enumerate(demonstrations):
+        builder = TrajectoryBuilder(f"demo/{number}", 0, harness.harness_id)
+        session = builder.open_session()
+        builder.add_context(session, codec.opening())
+        messages = list(harness.opening(demo.task, demo.first, tools))
+        turns = 0
+        for action, observation in demo.steps:
+            encoded = [(m.role, codec.message(m)) for m in messages]
+            prompt, turn = codec.generation_prompt(), codec.encode_turn(action)
+            size = sum(len(ids) for _, ids in encoded) + len(prompt) + len(turn)
+            if builder.num_tokens + size > max_context:
+                break
+            for role, ids in encoded:
+                builder.add_message(session, role, ids)
+            builder.add_context(session, prompt)
+            builder.add_model_turn(session, turn, [0.0] * len(turn), [0] * len(turn))
+            builder.add_context(session, codec.close_turn(turn))
+            messages = list(harness.reply(observation))
+            turns += 1
+        if not turns:
+            raise ValueError(
+                f"demonstration of task {demo.task.task_id!r}: its first turn does not fit model.max_context={max_context}"
+            )
+        status = Status.DONE if demo.success else Status.MAX_TURNS
+        finished = builder.finish(float(demo.success), {}, demo.success, status)
+        groups.append(build_group(f"demo/{number}", demo.task.task_id, [finished]))
+    return concat(groups)

@@ -1,0 +1,119 @@
+"""The decoder in inference layout: embedding -> (attention, mixture or dense feed-forward) x layers -> logits.
+
+Invariants (``tests/rollout/test_embedded_model.py``):
+
+1. Log-probs equal those of transformers' Qwen3MoeForCausalLM / Qwen3ForCausalLM to 1e-5 in fp32, however the tokens
+   are cut into prefill chunks and decode steps, and the experts chosen are the same.
+2. The router's softmax, top-k and renormalisation, all norms and the logits are fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megatron_ext.models.hf_config import HFConfig
+from megatron_ext.rollout.embedded.cache import Attention
+from megatron_ext.rollout.embedded.weights import LayerWeights, ModelWeights
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    power = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps)
+    return (x * power.rsqrt_()).mul_(weight)
+
+
+class Decoder:
+    """Forward passes over packed tokens; holds the weights and the rotary table, no request state."""
+
+    def __init__(self, config: HFConfig, weights: ModelWeights, max_context: int, device: torch.device) -> None:
+        self.config, self.weights = config, weights
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+        angle = torch.outer(torch.arange(max_context, device=device).float(), 1.0 / config.rope_theta**exponent)
+        self._rotation = torch.polar(torch.ones_like(angle), angle)[:, None]  # [context, 1, D/2] complex
+
+    def forward(
+        self, ids: torch.Tensor, attention: Attention, last: torch.Tensor | None, record: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs N packed tokens.
+
+        Args:
+            ids: int64 [N].
+            attention: their places in the cache, which receives their keys and values.
+            last: int64 [B], the tokens whose logits are wanted; None wants all.
+            record: return the experts too.
+
+        Returns:
+            logits float32 [B, V]; experts int64 [N, MoE layers, k] or None.
+        """
+        g, w = self.config, self.weights
+        rotation = self._rotation[attention.positions]
+        x = F.embedding(ids, w.embed)
+        routed: list[torch.Tensor] = []
+        for index, layer in enumerate(w.layers):
+            context = self._attention(index, layer, x, rotation, attention)
+            if last is not None and not record and index == g.layers - 1:
+                # Only the cache needs the other tokens of the last layer, and it has them.
+                context, x, last = context[last], x[last], None
+            x = torch.addmm(x, context, layer.out)
+            h = rms_norm(x, layer.ffn_norm, g.rms_eps)
+            if layer.router is None:
+                gate, up = torch.mm(h, layer.up[0]).chunk(2, dim=-1)
+                x = torch.addmm(x, F.silu(gate).mul_(up), layer.down[0])
+                continue
+            weight, expert = self._route(h, layer.router)
+            if record:
+                routed.append(expert)
+            x = x + mixture(h, weight, expert, layer.up, layer.down)
+        if last is not None:
+            x = x[last]
+        logits = torch.mm(rms_norm(x, w.norm, g.rms_eps), w.head)
+        return logits, torch.stack(routed, dim=1) if record else None
+
+    def _attention(
+        self, index: int, layer: LayerWeights, x: torch.Tensor, rotation: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        g = self.config
+        qkv = torch.mm(rms_norm(x, layer.norm, g.rms_eps), layer.qkv).view(len(x), -1, g.head_dim)
+        turned = g.heads + g.kv_heads
+        qk = rms_norm(qkv[:, :turned], layer.qk_norm, g.rms_eps)
+        pairs = torch.view_as_complex(qk.view(len(x), turned, -1, 2)).mul_(rotation)
+        qk = torch.view_as_real(pairs).view(len(x), turned, g.head_dim)
+        return attention.attend(index, qk[:, : g.heads], qk[:, g.heads :], qkv[:, turned:])
+
+    def _route(self, h: torch.Tensor, router: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights float32 [N, k] and experts int64 [N, k] of the top-k of softmax(h @ router)."""
+        weight, expert = torch.mm(h, router).softmax(-1).topk(self.config.top_k, dim=-1)
+        if self.config.norm_topk_prob:
+            weight = weight / weight.sum(-1, keepdim=True)
+        return weight, expert
+
+
+def mixture(
+    h: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """Sum over the chosen experts, [N, H]: assignments are sorted by expert, so that each expert is one product.
+
+    Measured on 2 CPU threads (64 tokens, 8 experts, top 2, 128 x 128): half the time of running every expert on every
+    token as one wide product, and the gap widens with the number of experts.
+    """
+    tokens, k = expert.shape
+    flat = expert.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=len(up)).tolist()
+    x = h.index_select(0, order // k if k > 1 else order)
+    width = down.shape[1]
+    wide, out = h.new_empty(len(flat), 2 * width), h.new_empty(len(flat), h.shape[1])
+    start, spans = 0, []
+    for index, count in enumerate(counts):
+        if count:
+            spans.append((index, slice(start, start + count)))
+            start += count
+    for index, span in spans:
+        torch.mm(x[span], up[index], out=wide[span])
+    inner = F.silu(wide[:, :width]).mul_(wide[:, width:]).mul_(weight.reshape(-1)[order, None])
+    for index, span in spans:
+        torch.mm(inner[span], down[index], out=out[span])
+    # Back in token order the k contributions of a token are neighbours: summed in a fixed order, no atomics.
+    back = torch.empty_like(out).index_copy_(0, order, out)
+    return back.view(tokens, k, -1).sum(1) if k > 1 else back

@@ -1,0 +1,198 @@
+"""One episode: the state machine between an environment, a harness and an engine.
+
+Invariants (``tests/rollout/test_episode.py``):
+
+1. Token-in/token-out: the prompt of every call is the recorded ids of the session; sampled ids are appended as they came.
+2. An episode waits for exactly one thing at a time: its environment or its engine.
+3. Whatever goes wrong in an environment ends the episode with a status that masks and counts it; nothing is punished.
+4. The sampling seed depends only on (run seed, group, sample); the engine adds the position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_ext.environments.protocol import Action, Observation, ToolCall, ToolSpec, key_of, stable_hash
+from megatron_ext.harness.protocol import Harness, Message
+from megatron_ext.harness.template import ChatCodec
+from megatron_ext.rewards.compose import RewardSet
+from megatron_ext.rewards.protocol import Episode, EpisodeStep
+from megatron_ext.rollout.engine import FinishReason, GenerateRequest, GenerateResult, SamplingParams
+from megatron_ext.trajectory.builder import FinishedTrajectory, TrajectoryBuilder
+from megatron_ext.trajectory.record import Role, Status
+from megatron_ext.trajectory.task import Task
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """``max_turns`` model turns, ``max_context`` tokens in all, ``max_new_tokens`` of one turn."""
+
+    max_turns: int
+    max_context: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an order samples: greedy when ``temperature`` is 0."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    record_routing: bool = False
+
+
+@dataclass(frozen=True)
+class EpisodeCounts:
+    """What an episode adds to the step's counters."""
+
+    malformed: int = 0
+    invalid_actions: int = 0
+    reward_problem: str = ""
+    env_problem: str = ""
+
+
+def sampling_seed(run_seed: int, group_id: str, sample: int) -> int:
+    """63-bit request seed keyed by (run seed, group, sample); stable across processes."""
+    digest = hashlib.blake2b(f"{run_seed}/{group_id}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def canonical_action(action: Action) -> str:
+    """Text under which equal actions have equal ``turn_action_key``."""
+    if isinstance(action, ToolCall):
+        return f"{action.name}({', '.join(f'{k}={action.arguments[k]!r}' for k in sorted(action.arguments))})"
+    return " ".join(action.split())
+
+
+@dataclass
+class EpisodeRun:
+    """A running episode. The driver feeds it replies and carries out what it returns: an action for the environment, a
+    request for the engine, or the finished trajectory."""
+
+    episode_id: str
+    task: Task
+    sample: int
+    seed: int
+    sampling: Sampling
+    limits: EpisodeLimits
+    harness: Harness
+    codec: ChatCodec
+    rewards: RewardSet
+    tools: tuple[ToolSpec, ...] = ()
+    turns: int = 0
+    malformed: int = 0
+    invalid_actions: int = 0
+    state_key: int = 0
+    model_turn: int = -1
+    steps: list[EpisodeStep] = field(default_factory=list)
+    first: Observation | None = None
+    pending: tuple[str, Action | None] = ("", None)
+    finished: FinishedTrajectory | None = None
+    counts: EpisodeCounts = EpisodeCounts()
+
+    def __post_init__(self) -> None:
+        self.builder = TrajectoryBuilder(self.episode_id, self.sample, self.harness.harness_id)
+        self.session = self.builder.open_session()
+
+    # -- environment ----------------------------------------------------------------------------------------------
+    def on_reset(self, observation: Observation, state_hash: str) -> GenerateRequest | None:
+        """First observation arrived; returns the first engine request, or None when the episode is over already."""
+        self.first = observation
+        self.state_key = key_of(state_hash)
+        self.builder.add_context(self.session, self.codec.opening())
+        for message in self.harness.opening(self.task, observation, self.tools):
+            self._message(message.role, message.content)
+        return self._next_call()
+
+    def on_step(self, observation: Observation, state_hash: str) -> GenerateRequest | None:
+        """The environment answered an action; returns the next engine request, or None when the episode ended."""
+        text, action = self.pending
+        self.steps.append(EpisodeStep(text, action, observation))
+        self.builder.set_turn_reward(self.model_turn, observation.reward)
+        self.invalid_actions += not observation.valid
+        self.state_key = key_of(state_hash)
+        if observation.done:
+            return self._finish(Status.DONE)
+        if self.turns >= self.limits.max_turns:
+            return self._finish(Status.MAX_TURNS)
+        for message in self.harness.reply(observation):
+            self._message(message.role, message.content)
+        return self._next_call()
+
+    def on_environment_failure(self, kind: str, error: str) -> None:
+        self._finish(Status.ENV_DEADLINE if kind == "deadline" else Status.ENV_ERROR, problem=error)
+
+    # -- engine ---------------------------------------------------------------------------------------------------
+    def on_tokens(self, result: GenerateResult) -> Action | GenerateRequest | None:
+        """A model turn arrived; returns the action to play, a further engine request (malformed turn), or None."""
+        builder = self.builder
+        text = self.codec.decode_turn(result.ids.tolist())
+        parsed = self.harness.parse(text, self.tools)
+        action_key = 0 if parsed.action is None else key_of(stable_hash(canonical_action(parsed.action)))
+        self.model_turn = builder.add_model_turn(
+            self.session,
+            result.ids,
+            result.logp,
+            result.versions,
+            state_key=self.state_key,
+            action_key=action_key,
+            routed=result.routed,
+            routed_from=result.routed_from,
+        )
+        builder.add_context(self.session, self.codec.close_turn(result.ids.tolist()))
+        self.turns += 1
+        self.pending = (text, parsed.action)
+        if result.finish is FinishReason.ABORT:
+            return self._finish(Status.ABORTED)
+        if parsed.action is not None:
+            return parsed.action
+        self.malformed += 1
+        observation = Observation(parsed.error, valid=False)
+        self.steps.append(EpisodeStep(text, None, observation))
+        if self.turns >= self.limits.max_turns:
+            return self._finish(Status.MAX_TURNS)
+        for message in self.harness.malformed(parsed.error):
+            self._message(message.role, message.content)
+        return self._next_call()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+    def _message(self, role: Role, content: str) -> None:
+        self.builder.add_message(self.session, role, self.codec.message(Message(role, content)), state_key=self.state_key)
+
+    def _next_call(self) -> GenerateRequest | None:
+        self.builder.add_context(self.session, self.codec.generation_prompt())
+        prompt = self.builder.prompt_ids(self.session)
+        room = self.limits.max_context - len(prompt)
+        if room < 1:
+            return self._finish(Status.MAX_CONTEXT)
+        s = self.sampling
+        return GenerateRequest(
+            request_id=f"{self.episode_id}#{self.turns}",
+            session_id=self.episode_id,
+            input_ids=np.array(prompt, dtype=np.int32),
+            sampling=SamplingParams(
+                max_new_tokens=min(room, self.limits.max_new_tokens),
+                temperature=s.temperature,
+                top_p=s.top_p,
+                top_k=s.top_k,
+                stop_ids=tuple(self.codec.stop_ids),
+                seed=self.seed,
+            ),
+            return_routed=s.record_routing,
+        )
+
+    def _finish(self, status: Status, problem: str = "") -> None:
+        reward, parts, success, reward_problem = 0.0, {}, False, ""
+        if status.trainable and self.first is not None:
+            result = self.rewards(Episode(self.task, self.first, tuple(self.steps), status))
+            if result.valid:
+                reward, parts = result.total, dict(result.parts)
+                success = bool(self.steps and self.steps[-1].observation.success)
+            else:
+                status, reward_problem = Status.REWARD_INVALID, result.problem
+        self.counts = EpisodeCounts(self.malformed, self.invalid_actions, reward_problem, problem)
+        self.finished = self.builder.finish(reward, parts, success, status)

@@ -1,0 +1,196 @@
+"""The one table of metric names: ``area/name`` -> unit, meaning, and which direction is better.
+
+Invariants (``tests/tracking/test_names.py`` asserts each):
+
+1. A name outside the table is an error that offers the nearest names.
+2. Families (``reward/part/<name>``) match their placeholders alone; a fixed name wins over a family.
+3. Every name has a unit, a description and a direction.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+HIGHER, LOWER, NEITHER = "higher", "lower", "neither"
+COUNT, SHARE, NATS, SECONDS, SPEED = "count", "share", "nats", "s", "tokens/s"
+
+
+class MetricNameError(KeyError):
+    """A metric that is not in the table."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``name`` may hold placeholders ``<...>``; ``better`` is ``higher``, ``lower`` or ``neither``."""
+
+    name: str
+    unit: str
+    description: str
+    better: str = NEITHER
+
+
+METRICS: tuple[Metric, ...] = (
+    # Rewards, over the trajectories that the step trains on.
+    Metric("reward/mean", "reward", "mean reward of the finished trajectories of the step", HIGHER),
+    Metric("reward/std", "reward", "standard deviation of the reward over trajectories"),
+    Metric("reward/min", "reward", "lowest reward"),
+    Metric("reward/max", "reward", "highest reward"),
+    Metric("reward/success", SHARE, "trajectories that solved their task", HIGHER),
+    Metric("reward/group_std", "reward", "mean over groups of the standard deviation within the group"),
+    Metric("reward/part/<part>", "reward", "mean of one named part of the reward", HIGHER),
+    # Rollout.
+    Metric("rollout/tokens_per_s", SPEED, "generated tokens per second of the rollout phase", HIGHER),
+    Metric("rollout/trajectories", COUNT, "trajectories finished for this step"),
+    Metric("rollout/tokens", COUNT, "tokens generated for this step"),
+    Metric("rollout/turns_mean", COUNT, "model turns of a trajectory, mean"),
+    Metric("rollout/turns_max", COUNT, "model turns of a trajectory, maximum"),
+    Metric("rollout/tokens_mean", COUNT, "generated tokens of a trajectory, mean"),
+    Metric("rollout/tokens_max", COUNT, "generated tokens of a trajectory, maximum"),
+    Metric("rollout/length_mean", COUNT, "all tokens of a trajectory, mean"),
+    Metric("rollout/malformed_fraction", SHARE, "model turns that held no valid action", LOWER),
+    Metric("rollout/truncated_fraction", SHARE, "trajectories cut by the turn or context limit", LOWER),
+    Metric("rollout/max_turns_fraction", SHARE, "trajectories that used up their turns", LOWER),
+    Metric("rollout/max_context_fraction", SHARE, "trajectories that filled the context", LOWER),
+    Metric("rollout/env_errors", COUNT, "trajectories masked because the environment raised", LOWER),
+    Metric("rollout/env_deadlines", COUNT, "trajectories masked because the environment was killed at its deadline", LOWER),
+    Metric("rollout/reward_invalid", COUNT, "trajectories masked because a reward was not finite", LOWER),
+    Metric("rollout/aborted", COUNT, "trajectories masked because they were aborted", LOWER),
+    Metric("rollout/entropy", NATS, "minus the mean log-prob of the sampled tokens"),
+    Metric("rollout/time", SECONDS, "duration of the rollout phase", LOWER),
+    # Dynamic filtering at step agreement.
+    Metric("filter/groups_drawn", COUNT, "groups generated for this step"),
+    Metric("filter/groups_kept", COUNT, "groups that the step trains on", HIGHER),
+    Metric("filter/groups_constant", COUNT, "groups dropped because their rewards were all equal", LOWER),
+    Metric("filter/groups_all_success", COUNT, "dropped groups that always succeeded"),
+    Metric("filter/groups_all_failure", COUNT, "dropped groups that never succeeded"),
+    Metric("filter/groups_untrainable", COUNT, "groups dropped because fewer than two trajectories could be trained", LOWER),
+    Metric("filter/draw_limit_hit", COUNT, "1 when the draw limit ended the refill of a step", LOWER),
+    Metric("filter/kept_fraction", SHARE, "groups kept of those drawn", HIGHER),
+    # Training step.
+    Metric("train/loss", "loss", "loss of the optimizer step"),
+    Metric("train/loss/<term>", "loss", "one term of the loss, before its coefficient"),
+    Metric("train/aux_loss", "loss", "load-balancing loss of the router"),
+    Metric("train/grad_norm", "norm", "global gradient norm before clipping"),
+    Metric("train/grad_clipped", SHARE, "optimizer steps whose gradient was clipped"),
+    Metric("train/lr", "rate", "learning rate"),
+    Metric("train/tokens", COUNT, "tokens that went through the training forward"),
+    Metric("train/trained_tokens", COUNT, "tokens with a loss"),
+    Metric("train/rows", COUNT, "rows of the step"),
+    Metric("train/microbatches", COUNT, "micro-batches of the step"),
+    Metric("train/padding_fraction", SHARE, "positions of the micro-batches that hold no token", LOWER),
+    Metric("train/tokens_per_s", SPEED, "tokens through forward and backward per second", HIGHER),
+    Metric("train/time_<part>", SECONDS, "duration of a part of the update", LOWER),
+    Metric("train/optimizer_steps", COUNT, "optimizer steps taken so far"),
+    Metric("train/nan_steps", COUNT, "optimizer steps skipped because loss or gradient was not finite", LOWER),
+    # Policy.
+    Metric("policy/ratio_mean", "ratio", "current over old probability of the trained tokens, mean"),
+    Metric("policy/clip_fraction_low", SHARE, "tokens held by the lower bound of the ratio"),
+    Metric("policy/clip_fraction_high", SHARE, "tokens held by the upper bound of the ratio"),
+    Metric("policy/clip_fraction_dual", SHARE, "tokens held by the dual clip"),
+    Metric("policy/log_ratio_clamped", SHARE, "tokens whose log-ratio was clamped before the exponent", LOWER),
+    Metric("policy/kl_old", NATS, "divergence of the old policy from the current one (k3)"),
+    Metric("policy/kl_ref", NATS, "divergence of the current policy from the reference"),
+    Metric("policy/entropy", NATS, "full-vocabulary entropy of the trained tokens"),
+    Metric("policy/nll", NATS, "negative log-likelihood of a trained token", LOWER),
+    # Credit.
+    Metric("credit/advantage_mean", "advantage", "mean advantage of the trained tokens"),
+    Metric("credit/advantage_std", "advantage", "standard deviation of the advantage over trained tokens"),
+    Metric("credit/<edit>/changed_fraction", SHARE, "trained tokens whose advantage the edit changed"),
+    Metric("credit/<edit>/positive_mass_before", "advantage", "sum of positive advantages before the edit"),
+    Metric("credit/<edit>/positive_mass_after", "advantage", "sum of positive advantages after the edit"),
+    Metric("credit/<edit>/negative_mass_before", "advantage", "sum of negative advantages before the edit"),
+    Metric("credit/<edit>/negative_mass_after", "advantage", "sum of negative advantages after the edit"),
+    # Between the engines, and staleness.
+    Metric("offpolicy/logp_diff_mean", NATS, "absolute log-prob difference between training and rollout, mean", LOWER),
+    Metric("offpolicy/logp_diff_max", NATS, "absolute log-prob difference between training and rollout, maximum", LOWER),
+    Metric("offpolicy/lag_mean", "steps", "optimizer steps between sampling and training a token, mean", LOWER),
+    Metric("offpolicy/lag_max", "steps", "optimizer steps between sampling and training a token, maximum", LOWER),
+    Metric("offpolicy/routing_flips", SHARE, "expert choices that differ between training and rollout", LOWER),
+    Metric("offpolicy/stale_masked", COUNT, "tokens masked because they were older than the staleness bound", LOWER),
+    # Mixture of experts.
+    Metric("moe/load_cv", "ratio", "coefficient of variation of the tokens per expert, mean over layers", LOWER),
+    Metric("moe/load_peak", "ratio", "tokens of the busiest expert over the mean, worst layer", LOWER),
+    Metric("moe/cold_fraction", SHARE, "experts that got less than a tenth of the mean", LOWER),
+    Metric("moe/router_entropy", NATS, "entropy of the router's distribution"),
+    Metric("moe/layer/<layer>/load_cv", "ratio", "coefficient of variation of the tokens per expert of one layer", LOWER),
+    Metric("moe/layer/<layer>/load_peak", "ratio", "tokens of the busiest expert over the mean of one layer", LOWER),
+    # Warm start.
+    Metric("warm_start/loss", NATS, "negative log-likelihood of a demonstrated token", LOWER),
+    Metric("warm_start/grad_norm", "norm", "global gradient norm before clipping"),
+    Metric("warm_start/lr", "rate", "learning rate"),
+    Metric("warm_start/epochs", "epochs", "passes over the demonstrations"),
+    Metric("warm_start/success", SHARE, "greedy success on the gate's dev tasks", HIGHER),
+    Metric("warm_start/tokens_per_s", SPEED, "tokens through forward and backward per second", HIGHER),
+    # Evaluation; <set> is the name of the task set.
+    Metric("eval/<set>/tasks", COUNT, "tasks evaluated"),
+    Metric("eval/<set>/greedy_pass1", SHARE, "tasks solved by the greedy trajectory", HIGHER),
+    Metric("eval/<set>/greedy_ci_low", SHARE, "lower end of the 95 % interval of greedy_pass1", HIGHER),
+    Metric("eval/<set>/greedy_ci_high", SHARE, "upper end of the 95 % interval of greedy_pass1", HIGHER),
+    Metric("eval/<set>/sampled_pass1", SHARE, "share of the sampled trajectories that solve their task", HIGHER),
+    Metric("eval/<set>/sampled_ci_low", SHARE, "lower end of the 95 % interval of sampled_pass1", HIGHER),
+    Metric("eval/<set>/sampled_ci_high", SHARE, "upper end of the 95 % interval of sampled_pass1", HIGHER),
+    Metric("eval/<set>/pass_at_<k>", SHARE, "tasks solved by one of k sampled trajectories (unbiased)", HIGHER),
+    Metric("eval/<set>/turns_median", COUNT, "model turns of a greedy trajectory, median"),
+    Metric("eval/<set>/reward_mean", "reward", "mean reward of the greedy trajectories", HIGHER),
+    Metric("eval/<set>/untrainable", COUNT, "greedy trajectories lost to environment errors and counted as failures", LOWER),
+    Metric("eval/<set>/gain", SHARE, "greedy_pass1 after training minus before", HIGHER),
+    Metric("eval/<set>/gain_ci_low", SHARE, "lower end of the paired 95 % interval of the gain", HIGHER),
+    Metric("eval/<set>/gain_ci_high", SHARE, "upper end of the paired 95 % interval of the gain", HIGHER),
+    Metric("eval/<set>/time", SECONDS, "duration of the evaluation", LOWER),
+    # Time, memory, progress.
+    Metric("time/step", SECONDS, "duration of the whole step", LOWER),
+    Metric("time/<phase>", SECONDS, "duration of a phase of the step", LOWER),
+    Metric("memory/rss_gib", "GiB", "resident memory of the training process", LOWER),
+    Metric("memory/rss_peak_gib", "GiB", "highest resident memory of the training process", LOWER),
+    Metric("memory/device_peak_gib", "GiB", "highest memory allocated on the device", LOWER),
+    Metric("memory/engine_gib", "GiB", "resident memory of the engine", LOWER),
+    Metric("memory/kv_used_fraction", SHARE, "KV cache in use, highest of the phase"),
+    Metric("progress/step", COUNT, "steps done"),
+    Metric("progress/tasks", COUNT, "tasks drawn so far"),
+    Metric("progress/trajectories", COUNT, "trajectories trained so far"),
+    Metric("progress/tokens", COUNT, "tokens trained so far"),
+    Metric("progress/epoch", "epochs", "passes over the training tasks"),
+    Metric("progress/minutes", "min", "wall time of training so far"),
+    Metric("progress/tokens_per_s", SPEED, "generated tokens per second of the whole step", HIGHER),
+)
+
+_PLACEHOLDER = re.compile(r"<(\w+)>")
+_FIXED = {metric.name: metric for metric in METRICS if not _PLACEHOLDER.search(metric.name)}
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    """``<k>`` stands for a number, any other placeholder for a word of letters, digits, ``_``, ``.`` and ``-``."""
+    text, end = "", 0
+    for hole in _PLACEHOLDER.finditer(template):
+        text += re.escape(template[end : hole.start()]) + (r"\d+" if hole[1] == "k" else r"[A-Za-z0-9_.-]+")
+        end = hole.end()
+    return re.compile(text + re.escape(template[end:]))
+
+
+_FAMILIES = tuple((_pattern(metric.name), metric) for metric in METRICS if metric.name not in _FIXED)
+
+
+@lru_cache(maxsize=4096)
+def lookup(name: str) -> Metric:
+    """The entry of a metric; ``MetricNameError`` with the nearest names when there is none."""
+    if name in _FIXED:
+        return _FIXED[name]
+    for pattern, metric in _FAMILIES:
+        if pattern.fullmatch(name):
+            return metric
+    near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=3, cutoff=0.5)
+    hint = f"; nearest: {', '.join(near)}" if near else ""
+    raise MetricNameError(f"metric {name!r} is not in the table of megatron_ext/tracking/names.py{hint}")
+
+
+def check(names: Iterable[str]) -> None:
+    """Raises ``MetricNameError`` at the first name that is not in the table."""
+    for name in names:
+        lookup(name)

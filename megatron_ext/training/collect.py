@@ -1,0 +1,142 @@
+"""Collects the groups of one step: leases, orders, results, step agreement.
+
+Invariants (``tests/training/test_collect.py``):
+
+1. Each group that is consumed or filtered was finished under a live lease; nothing is taken twice.
+2. A step draws at most ``draw_limit * tasks_per_step`` groups, then trains on what it has.
+3. A driver that stalls past the lease deadline is an error that names the groups that are missing.
+4. Groups are agreed on in the order they were added, not in the order they happened to finish.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.config.schema import Config
+from megatron_ext.rollout.agreement import Agreement, agree, permute_rewards
+from megatron_ext.rollout.driver import DriverError, GroupDone, GroupOrder
+from megatron_ext.rollout.driver_process import DriverProcess
+from megatron_ext.rollout.episode import Sampling
+from megatron_ext.rollout.events import GroupMeta
+from megatron_ext.rollout.journal import JournaledCoordinator
+from megatron_ext.rollout.task_source import TaskSource
+from megatron_ext.trajectory.record import TrajectoryBatch, concat
+from megatron_ext.trajectory.store import Ref, TrajectoryStore
+
+DRIVER = "driver-0"
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """What a step found: ``drawn`` the driver's report of each group that was looked at (groups finished before a resume
+    have none), ``metas`` their metadata, ``train`` ids in order, ``filtered`` (id, reason), and the batch of the groups to
+    train on (None when every group was filtered)."""
+
+    drawn: Sequence[GroupDone]
+    metas: Sequence[GroupMeta]
+    train: tuple[str, ...]
+    filtered: tuple[tuple[str, str], ...]
+    batch: TrajectoryBatch | None
+
+
+class Collector:
+    """The trainer's side of the rollout phase, in sync mode: a step's groups are sampled by the weights it starts from."""
+
+    def __init__(
+        self,
+        config: Config,
+        coordinator: JournaledCoordinator,
+        source: TaskSource,
+        driver: DriverProcess,
+        store: TrajectoryStore,
+        *,
+        own_signal: bool,
+        check: Callable[[], None],
+        progress: Callable[[int], None],
+    ) -> None:
+        self._config, self._coordinator, self._source = config, coordinator, source
+        self._driver, self._store = driver, store
+        self._own_signal, self._check, self._progress = own_signal, check, progress
+        self._done: dict[str, GroupDone] = {}
+
+    def collect(self, step: int) -> StepGroups:
+        """The groups of the step after ``step`` finished ones. Draws tasks until the step is full or the limit reached."""
+        state = self._coordinator.state
+        drawn_before = state.draws_at(step)
+        while True:
+            metas = self._ready(step)
+            agreement = agree(
+                metas,
+                tasks_per_step=self._config.batch.tasks_per_step,
+                filters=self._config.credit.filter,
+                own_signal=self._own_signal,
+                draws_so_far=state.draws - drawn_before,
+                ranks=1,
+            )
+            waiting = state.counts()
+            if agreement.missing == 0:
+                break
+            short = agreement.draw - waiting.queued - waiting.leased
+            if short > 0:
+                self._coordinator.add(self._source.draw(short), self._config.batch.trajectories_per_task)
+            elif waiting.queued + waiting.leased == 0:
+                break
+            self._order()
+            self._wait()
+        return self._take(agreement, metas)
+
+    def _ready(self, step: int) -> list[GroupMeta]:
+        metas = self._coordinator.ready(in_order=True)
+        if self._config.control.permute_rewards:
+            metas = permute_rewards(metas, self._config.run.seed, step)
+        return metas
+
+    def _order(self) -> None:
+        """Leases every queued group to the driver and orders it."""
+        rollout = self._config.rollout
+        now = time.time()
+        count = self._coordinator.counts().queued
+        if not count:
+            return
+        leased = self._coordinator.lease(DRIVER, count, now, now + rollout.lease_deadline_s)
+        sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.record_routing)
+        self._driver.run([GroupOrder(g.group_id, g.lease_id, g.task, g.samples, sampling, store=True) for g in leased])
+
+    def _wait(self) -> None:
+        """Takes results until nothing is leased: a step is agreed on whole rounds, whatever finished first."""
+        finished = len(self._done)
+        while self._coordinator.counts().leased:
+            self._check()
+            for done in self._driver.poll(0.5):
+                if self._coordinator.finish(done.lease_id, done.meta):
+                    self._done[done.group_id] = done
+                    finished += 1
+                    self._progress(finished)
+                else:
+                    self._store.delete(Ref(done.meta.where))
+            expired = self._coordinator.expire(time.time())
+            if expired:
+                raise DriverError(
+                    f"rollout driver: {len(expired)} groups not finished within rollout.lease_deadline_s="
+                    f"{self._config.rollout.lease_deadline_s:.0f}, first {expired[0]!r}"
+                )
+
+    def _take(self, agreement: Agreement, metas: Sequence[GroupMeta]) -> StepGroups:
+        looked_at = {*agreement.group_ids, *(group for group, _ in agreement.filtered)}
+        drawn = [self._done.pop(m.group_id) for m in metas if m.group_id in looked_at and m.group_id in self._done]
+        batch = None
+        if agreement.train:
+            batch = concat([self._read(meta) for meta in agreement.train])
+        kept = [m for m in metas if m.group_id in looked_at]
+        return StepGroups(drawn, kept, agreement.group_ids, agreement.filtered, batch)
+
+    def _read(self, meta: GroupMeta) -> TrajectoryBatch:
+        """A group's tokens, with the rewards that were agreed on (the control experiment permutes them)."""
+        group = self._store.read(Ref(meta.where))
+        if self._config.control.permute_rewards:
+            return group.with_rewards(np.array(meta.rewards, dtype=np.float32))
+        return group

@@ -1,0 +1,32 @@
+"""The main loop. It reads as the flow: tasks, rollout, rows, scoring, credit, loss, optimizer step, weights, engine."""
+
+from __future__ import annotations
+
+from megatron_ext.training.run_state import Run
+from megatron_ext.training.step_metrics import rollout_metrics, update_metrics
+
+
+def train_loop(run: Run) -> None:
+    """Trains from ``run.step`` to ``run.steps_total``; returns early when interrupted or out of time."""
+    while run.step < run.steps_total and not run.out_of_time():
+        with run.phase("rollout", run.config.batch.tasks_per_step):
+            groups = run.collector.collect(run.step)
+        metrics = rollout_metrics(groups, run.clock.seconds("rollout"))
+        if groups.batch is not None:
+            batch, rows = groups.batch, run.rows(groups.batch)
+            with run.phase("scoring"):
+                scores = run.score(batch, rows)
+            advantage, report = run.assign_credit(batch)
+            metrics |= report
+            with run.phase("update", run.config.batch.optimizer_steps_per_batch):
+                results = run.update(batch, rows, scores, advantage)
+            metrics |= update_metrics(results, batch, scores, run.version, run.clock)
+        run.finish_step(groups)
+        with run.phase("publish"):
+            run.publish()
+        if run.evaluation_due():
+            metrics |= run.evaluate_dev()
+        run.log(metrics)
+        if run.checkpoint_due():
+            with run.phase("save"):
+                run.save()

@@ -1,0 +1,70 @@
+"""Packed micro-batches: what one forward of a training rank sees.
+
+Invariants (``tests/training/test_microbatch.py``):
+
+1. Every selected token of the batch is predicted exactly once over all micro-batches; ``token`` says which it is.
+2. The logits at ``logit_index`` predict ``target``: they stand one position before it, in the same row.
+3. Positions restart at 0 in every row; no attention crosses a row.
+4. A row's first token is never a target: nothing in the row predicts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_ext.trajectory.record import TrajectoryBatch
+from megatron_ext.trajectory.rows import Rows
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """T packed tokens of R rows, n of them predicted.
+
+    ``ids`` int64 [T]; ``positions`` int64 [T]; ``cu_seqlens`` int32 [R+1]; ``logit_index``, ``target``, ``token``,
+    ``row``, ``turn`` int64 [n]. An empty micro-batch (T = 0) keeps a rank in step with the others.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    cu_seqlens: torch.Tensor
+    logit_index: torch.Tensor
+    target: torch.Tensor
+    token: torch.Tensor
+    row: torch.Tensor
+    turn: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+
+def build_microbatch(
+    batch: TrajectoryBatch, rows: Rows, members: Sequence[int], select: NDArray[np.bool_]
+) -> MicroBatch:
+    """Packs the rows ``members``; ``select`` bool [M] marks the entries of ``rows.token`` to predict."""
+    starts = rows.row_offsets[:-1][list(members)]
+    ends = rows.row_offsets[1:][list(members)]
+    lengths = (ends - starts).astype(np.int64)
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    within = np.arange(cu[-1]) - np.repeat(cu[:-1], lengths)
+    entry = np.repeat(starts, lengths) + within
+    token = rows.token[entry]
+    predicted = select[entry] & (within > 0)
+    at = np.flatnonzero(predicted)
+    ids = batch.ids[token].astype(np.int64)
+    row_of = np.repeat(np.asarray(members, dtype=np.int64), lengths)
+    return MicroBatch(
+        ids=torch.from_numpy(ids),
+        positions=torch.from_numpy(within.astype(np.int64)),
+        cu_seqlens=torch.from_numpy(cu.astype(np.int32)),
+        logit_index=torch.from_numpy((at - 1).astype(np.int64)),
+        target=torch.from_numpy(ids[at]),
+        token=torch.from_numpy(token[at].astype(np.int64)),
+        row=torch.from_numpy(row_of[at]),
+        turn=torch.from_numpy(batch.turn[token[at]].astype(np.int64)),
+    )

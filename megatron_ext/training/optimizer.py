@@ -1,0 +1,49 @@
+"""Wraps model chunks in Megatron's DistributedDataParallel and builds their Megatron optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_ext.config.schema import OptimizerConfig, ParallelConfig
+from megatron_ext.models.backends import ResolvedBackend
+
+
+def wrap(
+    chunks: Sequence[torch.nn.Module], config: OptimizerConfig, parallel: ParallelConfig, backend: ResolvedBackend
+) -> tuple[list[torch.nn.Module], Any]:
+    """DDP-wrapped chunks and their optimizer. Gradients are reduced in fp32; bf16 parameters keep fp32 masters."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+    )
+    wrapped: list[torch.nn.Module] = [DistributedDataParallel(c.config, ddp, c) for c in chunks]
+    bf16 = backend.dtype is torch.bfloat16
+    settings = MegatronOptimizerConfig(
+        optimizer=config.name,
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        sgd_momentum=0.0,
+        clip_grad=config.clip_grad,
+        bf16=bf16,
+        fp16=False,
+        params_dtype=backend.dtype,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(settings, wrapped)
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+        chunk.config.grad_scale_func = optimizer.scale_loss
+    return wrapped, optimizer
+

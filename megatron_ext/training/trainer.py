@@ -1,0 +1,214 @@
+"""One training rank: Megatron model chunks with their optimizer, and the two things they do, scoring and updating.
+
+Invariants (``tests/training/test_trainer.py``):
+
+1. The gradient is that of ``sum(weight * per-token loss)`` over the optimizer step's global batch: no term is divided by
+   a count of this micro-batch or this rank.
+2. One scheduler and one optimizer step per call of ``update``.
+3. Scoring leaves parameters, gradients and optimizer untouched.
+4. A step whose gradient is not finite is skipped and counted; the parameters stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_ext.losses.logprob import token_logprob_entropy
+from megatron_ext.losses.protocol import LossInputs, LossTerm
+from megatron_ext.models.forward import packed_logits
+from megatron_ext.models.parallel import ParallelContext
+from megatron_ext.moe.protocol import RouterPolicy
+from megatron_ext.training.microbatch import MicroBatch
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Scores of a batch's tokens, float32 [T]; 0 where no score was asked for."""
+
+    logp: NDArray[np.float32]
+    entropy: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What the loss reads, per token of the batch, float32 [T] on the training device."""
+
+    old_logp: torch.Tensor
+    rollout_logp: torch.Tensor
+    advantage: torch.Tensor
+    weight: torch.Tensor
+    ref_logp: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """``metrics`` are means over the optimizer step; ``applied`` is False when the step was skipped."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    applied: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """Holds DDP-wrapped chunks and their optimizer (``training.optimizer.build``)."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        context: ParallelContext,
+        *,
+        temperature: float,
+        router: RouterPolicy,
+    ) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.chunks = list(chunks)
+        self.optimizer = optimizer
+        self.context = context
+        self.temperature = temperature
+        self.router = router
+        self._schedule = get_forward_backward_func()
+
+    # -- scoring ---------------------------------------------------------------------------------------------------
+    def score(self, micro: Sequence[MicroBatch], num_tokens: int) -> TokenScores:
+        """Log-prob and entropy of every predicted token, under the current weights. No gradient.
+
+        Returns arrays over all ``num_tokens`` tokens of the batch; entries that no micro-batch predicts stay 0.
+        """
+        logp = np.zeros(num_tokens, dtype=np.float32)
+        entropy = np.zeros(num_tokens, dtype=np.float32)
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            replies = self._run(micro, self._score_loss, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        for token, values, entropies in replies:
+            logp[token.numpy()] = values.numpy()
+            entropy[token.numpy()] = entropies.numpy()
+        return TokenScores(logp, entropy)
+
+    def _score_loss(self, mb: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        logp, entropy = self._logprobs(mb, logits, entropy_grad=False)
+        return logits.new_zeros(()), (mb.token, logp.float().cpu(), entropy.float().cpu())
+
+    def _logprobs(self, mb: MicroBatch, logits: torch.Tensor, entropy_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprob_entropy(
+            logits.index_select(0, mb.logit_index),
+            mb.target,
+            temperature=self.temperature,
+            group=self.context.tensor_group,
+            need_entropy_grad=entropy_grad,
+        )
+
+    # -- updating --------------------------------------------------------------------------------------------------
+    def update(
+        self, micro: Sequence[MicroBatch], inputs: TokenInputs, terms: Mapping[str, LossTerm], lr: float
+    ) -> UpdateResult:
+        """One optimizer step on these micro-batches."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        # Megatron divides a micro-batch's loss by their number and averages gradients over data-parallel ranks; our
+        # weights already hold the global denominator, so both divisions are undone.
+        scale = len(micro) * self.context.data_parallel_size
+        loss_fn = partial(self._update_loss, inputs=inputs, terms=terms, scale=scale)
+        sums: dict[str, torch.Tensor] = {}
+        for reply in self._run(micro, loss_fn, forward_only=False):
+            for name, (numerator, denominator) in reply.items():
+                pair = torch.stack([numerator.detach().double(), denominator.detach().double()])
+                sums[name] = sums[name] + pair if name in sums else pair
+        metrics = {name: float(s[0] / s[1]) if s[1] else 0.0 for name, s in sums.items()}
+        loss = metrics.pop("train/loss", 0.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # Megatron's step does all of this in one call and would apply a gradient that is not finite; its first half is
+        # run alone to look at the norm (it only points each parameter at its reduced gradient, so twice is once).
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        finite = np.isfinite(norm) and np.isfinite(loss)
+        if finite:
+            self.optimizer.step()
+            self.router.check(self.chunks)
+        return UpdateResult(loss=loss, grad_norm=norm, lr=lr, applied=bool(finite), metrics=metrics)
+
+    def _update_loss(
+        self, mb: MicroBatch, logits: torch.Tensor, inputs: TokenInputs, terms: Mapping[str, LossTerm], scale: float
+    ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+        logp, entropy = self._logprobs(mb, logits, entropy_grad=any(t.needs_entropy for t in terms.values()))
+        token = mb.token
+        values = LossInputs(
+            cur_logp=logp,
+            old_logp=inputs.old_logp[token],
+            rollout_logp=inputs.rollout_logp[token],
+            advantage=inputs.advantage[token],
+            weight=inputs.weight[token],
+            entropy=entropy,
+            row=mb.row,
+            turn=mb.turn,
+            ref_logp=None if inputs.ref_logp is None else inputs.ref_logp[token],
+        )
+        # An empty micro-batch still enters every collective of the backward pass: 0 * sum anchors it in the graph.
+        total = 0.0 * logits.float().sum() if mb.num_tokens == 0 else logits.new_zeros((), dtype=torch.float32)
+        metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for term in terms.values():
+            output = term(values)
+            total = total + term.coefficient * output.loss
+            metrics.update(output.metrics)
+        one = torch.ones((), dtype=torch.float64)
+        metrics["train/loss"] = (total.detach(), one / max(1.0, scale / self.context.data_parallel_size))
+        return total * scale, metrics
+
+    # -- the schedule ----------------------------------------------------------------------------------------------
+    def _run(self, micro: Sequence[MicroBatch], loss_fn: Any, *, forward_only: bool) -> list[Any]:
+        if not micro:
+            raise ValueError("a step needs at least one micro-batch (short ranks get empty ones)")
+
+        def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            mb = next(source)
+            logits = packed_logits(model, mb.ids, mb.positions, mb.cu_seqlens)
+            return logits, partial(loss_fn, mb)
+
+        iterators = [iter(micro) for _ in self.chunks]
+        many = len(self.chunks) > 1
+        return self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if many else iterators[0],
+            model=self.chunks if many else self.chunks[0],
+            num_microbatches=len(micro),
+            seq_length=max(mb.num_tokens for mb in micro),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    # -- snapshots of weights --------------------------------------------------------------------------------------
+    def snapshot(self) -> list[torch.Tensor]:
+        """Copies of this rank's parameters (a reference policy in any layout)."""
+        return [p.detach().clone() for chunk in self.chunks for p in chunk.parameters()]
+
+    @contextmanager
+    def weights(self, snapshot: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Scores under other weights: swaps a snapshot in, and the trained weights back."""
+        own = self.snapshot()
+        self._write(snapshot)
+        try:
+            yield
+        finally:
+            self._write(own)
+
+    def _write(self, values: Sequence[torch.Tensor]) -> None:
+        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        with torch.no_grad():
+            for p, value in zip(parameters, values, strict=True):
+                p.copy_(value)

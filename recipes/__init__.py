@@ -1,0 +1,1 @@
+"""Published systems, one folder each; `base/` holds what they share."""

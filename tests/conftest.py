@@ -1,0 +1,29 @@
+"""What all tests share: gpu tests are skipped without a GPU, generated examples have no deadline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A loaded machine must not fail a property: how long one example takes is not what such a test is about.
+settings.register_profile("project", deadline=None)
+settings.load_profile("project")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if not gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's root."""
+    return Path(__file__).resolve().parents[1]

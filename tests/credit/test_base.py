@@ -1,0 +1,48 @@
+"""Invariants 1-3 of ``credit/base.py``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from helpers.records import Group, build, described_batches, model, single, user
+from megatron_ext.credit.base import Baseline, base_advantage, trained_tokens
+from megatron_ext.trajectory.record import Status
+
+
+def test_numbers_by_hand() -> None:
+    turns = [user([1]), model([2, 3], mask=(True, False))]
+    groups: list[Group] = [
+        (
+            single(turns, reward=1.0),
+            single(turns, reward=0.0),
+            single(turns, reward=9.0, status=Status.ENV_ERROR),
+        ),
+        (single(turns, reward=1.0),),
+    ]
+    batch = build(groups)
+    assert base_advantage(batch, eps=0.0).tolist() == [0, 1, 0, 0, -1, 0, 0, 0, 0, 0, 0, 0]
+    assert base_advantage(batch, normalize="mean").tolist() == [0, 0.5, 0, 0, -0.5, 0, 0, 0, 0, 0, 0, 0]
+    assert base_advantage(batch, normalize="none").tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(described_batches())
+def test_masks_votes_and_broadcast(groups: list[Group]) -> None:
+    batch = build(groups)
+    got = base_advantage(batch)
+    trained, owner = trained_tokens(batch), batch.token_trajectory()
+    assert got.dtype == np.float64 and not got[~trained].any()  # invariant 1
+    assert not got[~batch.trainable()[owner]].any()
+    changed = np.where(batch.trainable(), batch.reward, batch.reward + 7)  # invariant 2
+    assert np.array_equal(base_advantage(batch.with_rewards(changed)), got)
+    for j in range(batch.num_trajectories):  # invariant 3
+        assert len(set(got[trained & (owner == j)].tolist())) <= 1
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ValueError, match=r"credit.normalize 'rank': must be one of std, mean, none"):
+        Baseline(normalize="rank")
+    with pytest.raises(ValueError, match="std_ddof 3"):
+        Baseline(std_ddof=3)

@@ -1,0 +1,239 @@
+"""The numbered invariants of ``trajectory/record.py``, and joining and selecting without loss."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.records import Group, Traj, Turn, build, described_batches, model, random_batch, random_groups, single, user
+from megatron_ext.trajectory.record import (
+    ARRAY_FIELDS,
+    OFFSETS,
+    RecordError,
+    Role,
+    Status,
+    TrajectoryBatch,
+    concat,
+    equal,
+    select_groups,
+)
+
+
+def values_of(batch: TrajectoryBatch) -> dict[str, Any]:
+    """The fields as fresh, writeable copies."""
+    out: dict[str, Any] = {}
+    for item in fields(batch):
+        value = getattr(batch, item.name)
+        out[item.name] = value.copy() if isinstance(value, (np.ndarray, dict)) else value
+    return out
+
+
+def two_sessions() -> TrajectoryBatch:
+    """Trajectory "a" (one session), then "b": session 0 of 3 tokens, session 1 with two segments of 4 and 3 tokens."""
+    first = single([user([1, 2]), model([3, 4])], name="a")
+    second = Traj(
+        sessions=(
+            ((user([5]), model([6, 7])),),
+            ((user([8]), model([9, 10, 11], version=(1, 1, 2))), (Turn(None, (8, 9)), model([12]))),
+        ),
+        name="b",
+    )
+    return build([(first,), (second,)], routed=(2, 2))
+
+
+def broken(message: str, **changes: Any) -> None:
+    """Writing ``changes`` (name -> [(index, value)]) into a valid batch is refused with ``message``."""
+    values = values_of(two_sessions())
+    for name, writes in changes.items():
+        for index, value in writes:
+            values[name][index] = value
+    with pytest.raises(RecordError, match=message):
+        TrajectoryBatch(**values)
+
+
+@settings(max_examples=40, deadline=None)
+@given(described_batches())
+def test_every_level_partitions_the_one_below(groups: list[Group]) -> None:  # invariant 1
+    batch = build(groups)
+    for name in OFFSETS:
+        offsets = getattr(batch, name)
+        assert offsets[0] == 0 and np.all(np.diff(offsets) >= 0)
+    assert len(batch.token_segment()) == batch.num_tokens == batch.trajectory_tokens()[-1]
+    assert sum(len(t.turns) for t in batch.trajectories()) == batch.num_turns
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_offsets_that_do_not_partition_are_refused(name: str) -> None:  # invariant 1
+    offsets = getattr(two_sessions(), name)
+    broken(f"{name}: offsets must be one-dimensional and start at 0", **{name: [(0, 1)]})
+    broken(f"{name}: offsets end at", **{name: [(-1, offsets[-1] + 1)]})
+    if len(offsets) > 2:
+        broken(f"{name}: offsets fall", **{name: [(1, offsets[-1] + 1)]})
+
+
+def test_offsets_of_tokens_and_turns_describe_the_same_segments() -> None:  # invariant 1
+    values = values_of(two_sessions())
+    values["segment_turns"] = np.append(values["segment_turns"], values["segment_turns"][-1])
+    with pytest.raises(RecordError, match="segment_turns has 6 offsets, segment_tokens 5"):
+        TrajectoryBatch(**values)
+
+
+def test_turns_are_spans_inside_a_segment() -> None:  # invariant 2
+    b = two_sessions()
+    for n in range(b.num_turns):
+        assert np.array_equal(np.flatnonzero(b.turn == n), np.arange(b.turn_start[n], b.turn_end[n]))
+    where = "trajectory 'b', session 1, segment 0, position 1"
+    broken(f"{where}: token's turn index disagrees", turn=[(8, -1)])
+    broken(f"{where}: turn index outside", turn=[(8, 99)])
+    broken("trajectory 'b', session 1, segment 0, position 1: turn 5 leaves its segment", turn_end=[(5, 12)])
+    broken("turn 5 overlaps the one before it", turn_start=[(5, 7)])
+    broken(r"turn 5: span \[8, 7\)", turn_end=[(5, 7)])
+    broken("span", turn_end=[(6, 99)])
+
+
+def test_trained_tokens_were_sampled_in_model_turns() -> None:  # invariant 3
+    broken(
+        "trajectory 'b', session 1, segment 1, position 0: loss mask 1 on a token that was not sampled",
+        loss_mask=[(11, True)],
+    )
+    broken("trajectory 'a', session 0, segment 0, position 1: sampled token outside a model turn", version=[(1, 0)])
+    broken("session 1, segment 1, position 1: sampled token outside a model turn", version=[(12, 0)])
+    broken("position 2: sampled token outside a model turn", turn_role=[(1, int(Role.TOOL))])
+    broken("version below -1", version=[(0, -2)])
+
+
+def test_versions_never_fall_inside_a_turn() -> None:  # invariant 4
+    broken("trajectory 'b', session 1, segment 0, position 2: policy version falls inside a turn", version=[(8, 5)])
+    falling = single([user([1]), model([2], version=3), user([3]), model([4], version=1)])
+    assert build([(falling,)]).num_turns == 4  # between turns they may (another engine served the next turn)
+
+
+def test_rollout_logp_exists_exactly_where_sampled() -> None:  # invariant 5
+    where = "trajectory 'b', session 1, segment 0, position 2"
+    broken(f"{where}: rollout log-prob is not finite", rollout_logp=[(9, np.nan)])
+    broken(f"{where}: rollout log-prob is not finite", rollout_logp=[(9, -np.inf)])
+    broken(f"{where}: rollout log-prob above 0", rollout_logp=[(9, 0.5)])
+    broken("position 0: rollout log-prob on a token that was not sampled", rollout_logp=[(0, -1.0)])
+
+
+def test_routing_is_unsigned_and_aligned_to_tokens() -> None:  # invariant 6
+    values = values_of(two_sessions())
+    for name, value, message in (
+        ("routed_valid", None, "without routed_valid"),
+        ("routed", values["routed"].astype(np.int64), "expected unsigned"),
+        ("routed", values["routed"][:-1], "expected unsigned"),
+        ("routed_valid", values["routed_valid"][:-1], "routed_valid: shape"),
+    ):
+        with pytest.raises(RecordError, match=message):
+            TrajectoryBatch(**{**values, name: value})
+
+
+def test_ids_are_kept_as_given() -> None:  # invariant 7
+    assert two_sessions().ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 8, 9, 12]
+
+
+def test_a_batch_is_read_only_also_after_pickling() -> None:  # invariant 8
+    batch = random_batch(3, routed=(2, 2))
+    for copy in (batch, pickle.loads(pickle.dumps(batch))):
+        assert equal(batch, copy)
+        arrays = [getattr(copy, name) for name in ARRAY_FIELDS] + [copy.reward_parts["half"], copy.turn_labels["stage"]]
+        for array in arrays:
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+
+
+def test_the_giver_cannot_change_a_batch_afterwards() -> None:  # invariant 8
+    values = values_of(two_sessions())
+    buffer = np.concatenate([values["weight"], values["weight"]])
+    values["weight"] = buffer[: len(values["weight"])]
+    batch = TrajectoryBatch(**values)
+    with pytest.raises(ValueError, match="read-only"):
+        values["version"][0] = 7
+    buffer[0] = 7.0
+    assert batch.weight[0] == 1.0
+
+
+def test_sizes_names_and_values_are_checked() -> None:
+    values = values_of(two_sessions())
+    for name, value, message in (
+        ("field", values["field"][:-1], "field: shape"),
+        ("turn_reward", values["turn_reward"][:-1], "turn_reward: shape"),
+        ("session_return", values["session_return"][:, 0], "session_return: shape"),
+        ("harness", ("text",), "harness: 1 entries, expected 2"),
+        ("trajectory_id", ("a", "a"), "ids repeat"),
+        ("reward_parts", {"x": np.zeros(5)}, "'x': shape"),
+        ("reward", np.array([0.0, np.nan]), "trajectory 'b': reward is nan; mark it REWARD_INVALID"),
+    ):
+        with pytest.raises(RecordError, match=message):
+            TrajectoryBatch(**{**values, name: value})
+    broken("position 1: negative token id", ids=[(1, -3)])
+    broken("position 1: weight is negative", weight=[(1, -0.5)])
+    broken("position 1: weight is negative or not finite", weight=[(1, np.inf)])
+
+
+def test_keys_name_the_owner_at_each_level() -> None:
+    b = two_sessions()
+    assert b.token_trajectory().tolist() == [0] * 4 + [1] * 10
+    assert b.token_segment().tolist() == [0] * 4 + [1] * 3 + [2] * 4 + [3] * 3
+    assert b.turn_trajectory().tolist() == [0, 0, 1, 1, 1, 1, 1]
+    assert b.turn_number.tolist() == [0, 1, 0, 1, 2, 3, 4]
+    view = b.trajectory(1)
+    assert (view.tokens, view.segments, view.turns, view.num_model_turns) == (slice(4, 14), range(1, 4), range(2, 7), 3)
+    with pytest.raises(IndexError, match="trajectory 2 of a batch that holds 2"):
+        b.trajectory(2)
+
+
+def test_trainable_is_decided_by_the_status() -> None:
+    group = tuple(single([model([1])], status=status) for status in Status)
+    assert build([group]).trainable().tolist() == [status < Status.ENV_ERROR for status in Status]
+
+
+@settings(max_examples=40, deadline=None)
+@given(described_batches(), st.integers(0, 2**31), st.booleans())
+def test_select_undoes_concat(groups: list[Group], seed: int, routed: bool) -> None:
+    shape = (2, 2) if routed else None
+    a, b = build(groups, routed=shape), build(random_groups(seed + 2**32), routed=shape)
+    both = concat([a, b])
+    assert equal(select_groups(both, range(a.num_groups)), a)
+    assert equal(select_groups(both, range(a.num_groups, both.num_groups)), b)
+    order = np.random.default_rng(seed).permutation(both.num_groups).tolist()
+    back = select_groups(select_groups(both, order), np.argsort(order).tolist())
+    assert equal(back, both)
+
+
+def test_concat_fills_what_only_some_batches_carry() -> None:
+    a, b = random_batch(1, routed=(2, 2)), random_batch(2)
+    both = concat([a, b])
+    assert both.routed is not None and both.routed_valid is not None and a.routed is not None
+    assert np.array_equal(both.routed[: a.num_tokens], a.routed)
+    assert not both.routed_valid[a.num_tokens :].any()
+    with pytest.raises(RecordError, match="routed: cannot join"):
+        concat([a, random_batch(2, routed=(3, 2))])
+    with pytest.raises(RecordError, match="at least one"):
+        concat([])
+
+
+def test_no_groups_select_an_empty_batch() -> None:
+    batch = random_batch(4, routed=(2, 2))
+    empty = select_groups(batch, [])
+    assert (empty.num_groups, empty.num_trajectories, empty.num_tokens) == (0, 0, 0)
+    assert equal(concat([empty, batch]), batch)
+    for group in (-1, batch.num_groups):
+        with pytest.raises(IndexError, match=f"group {group} of a batch"):
+            select_groups(batch, [group])
+
+
+def test_equal_sees_every_bit() -> None:
+    a = two_sessions()
+    values = values_of(a)
+    assert equal(a, TrajectoryBatch(**values))
+    values = values_of(a)
+    values["turn_reward"][0] = -0.0
+    assert not equal(a, TrajectoryBatch(**values))
+    assert not equal(a, a.with_rewards(np.array([1.0, 0.0])))
