@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 Write = Callable[[Mapping[str, Any]], None]
@@ -23,7 +23,7 @@ def json_lines() -> Iterator[Write]:
     real = os.dup(1)
     os.dup2(2, 1)
     try:
-        with os.fdopen(os.dup(real), "w", encoding="utf-8") as stream:
+        with os.fdopen(os.dup(real), "w", encoding="utf-8") as stream, redirect_stdout(sys.stderr):
 
             def write(value: Mapping[str, Any]) -> None:
                 # NaN and infinity are not JSON: a number that could not be measured must not pass for one.
@@ -32,6 +32,5 @@ def json_lines() -> Iterator[Write]:
 
             yield write
     finally:
-        sys.stdout.flush()
         os.dup2(real, 1)
         os.close(real)

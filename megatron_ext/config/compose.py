@@ -66,65 +66,76 @@ def recipes(search_root: Path) -> dict[str, list[str]]:
 
 def compose(argv: Sequence[str], search_root: Path) -> Config:
     """The configuration that ``argv`` (``recipe=...`` and overrides) describes. Raises ``ConfigError``."""
+    config, problems = collect(argv, search_root)
+    if config is None or problems:
+        raise ConfigError(problems)
+    return config
+
+
+def collect(argv: Sequence[str], search_root: Path) -> tuple[Config | None, list[str]]:
+    """``compose`` for callers that go on to check more: the configuration without the overrides that are wrong (None
+    when even that cannot be had), and the problems so far."""
     problems: list[str] = []
     name, slug, preset = _recipe(argv, search_root, problems)
     edits = _overrides([a for a in argv if not a.startswith("recipe=")], problems)
-    if slug is None:
-        # Without a recipe the overrides are still judged, so that all errors come at once.
-        for edit in edits:
-            problems += _edit_problems(edit)
-        raise ConfigError(problems)
-
     tree = _plain(OmegaConf.structured(Config))
-    for file in _files(f"{slug}/{preset}", search_root, problems):
-        content = _read(file, problems)
-        where = file.relative_to(search_root).as_posix()
-        found = [f"{where}: {line}" for line in _tree_problems(Config, content)]
-        problems += found
-        if not found:
+    wrong: list[str] = []
+    if slug is not None:
+        for file in _files(f"{slug}/{preset}", search_root, wrong):
+            where = file.relative_to(search_root).as_posix()
+            content = _read(file, where, wrong)
+            wrong += [f"{where}: {line}" for line in _tree_problems(Config, content)]
             tree = cast(dict[str, Any], _overlay(tree, content))
+    problems += wrong
+    composed = slug is not None and not wrong
     for edit in edits:
         found = _edit_problems(edit)
         problems += found
-        if not found:
+        if composed and not found:
             _apply(tree, edit, problems)
-    if problems:
-        raise ConfigError(problems)
+    if not composed:
+        return None, problems
 
     tree["recipe"] = name
     if tree["run"]["name"] == "???":
-        tree["run"]["name"] = slug if preset == "recipe" else f"{slug}-{preset}"
+        tree["run"]["name"] = name.replace("/", "-")
     hf_config = tree["model"]["hf_config"]
     if hf_config != "???" and "${" not in hf_config:
         tree["model"]["hf_config"] = str(search_root / hf_config)
-    return build(tree)
+    config, found = _build(tree)
+    return config, problems + found
 
 
 def build(tree: Mapping[str, Any]) -> Config:
-    """The dataclass of a complete tree (composed, or read back from a run). Raises ``ConfigError``."""
+    """The dataclass of a complete tree, such as one read back from a run. Raises ``ConfigError``."""
     problems = _tree_problems(Config, tree)
-    if problems:
-        raise ConfigError(problems)
+    if not problems:
+        config, problems = _build(tree)
+        if config is not None and not problems:
+            return config
+    raise ConfigError(problems)
+
+
+def _build(tree: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
+    """The dataclass of a tree whose keys and types are right, and what is wrong with its plug points."""
     typed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(dict(tree)))
     for key in keys.walk(Config):
         # The schema's maps have entries of their own, which a merge would bring back: the tree's are the whole truth.
         if key.kind is Kind.MAP and (entries := _at(tree, key.path)) is not None:
             OmegaConf.update(typed, key.path, _without_nulls(entries), merge=False)
-    problems += [f"{path}: needs a value" for path in sorted(OmegaConf.missing_keys(typed))]
-    if problems:
-        raise ConfigError(problems)
     try:
+        problems = [f"{path}: needs a value" for path in sorted(OmegaConf.missing_keys(typed))]
+        if problems:
+            return None, problems
         config = cast(Config, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:
-        raise ConfigError([f"{error.full_key or 'configuration'}: {str(error).splitlines()[0]}"]) from error
+        return None, [f"{error.full_key or 'configuration'}: {str(error).splitlines()[0]}"]
     for key in keys.walk(Config):
         if key.kind is Kind.MAP:
             problems += targets.problems(key.path, _value(config, key.path))
     if config.method is not None:
         config.method = _method(config.method, problems)
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return config, problems
 
 
 # ---- the recipe and its files ------------------------------------------------------------------------------------
@@ -165,14 +176,14 @@ def _files(config_name: str, root: Path, problems: list[str]) -> list[Path]:
     return [root / f"{path}.yaml" for path in own]
 
 
-def _read(file: Path, problems: list[str]) -> dict[str, Any]:
+def _read(file: Path, where: str, problems: list[str]) -> dict[str, Any]:
     try:
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        problems.append(f"{file.name}: {' '.join(str(error).split())}")
+        problems.append(f"{where}: {' '.join(str(error).split())}")
         return {}
     if not isinstance(content, dict):
-        problems.append(f"{file.name}: needs a map of keys, got {type(content).__name__}")
+        problems.append(f"{where}: needs a map of keys, got {type(content).__name__}")
         return {}
     return {str(key): value for key, value in content.items() if key != "defaults"}
 
@@ -222,7 +233,9 @@ def _apply(tree: dict[str, Any], edit: Edit, problems: list[str]) -> None:
     *above, last = edit.path.split(".")
     at: Any = tree
     for part in above:
-        at = at.setdefault(part, {}) if isinstance(at, dict) else None
+        if at.get(part) is None:
+            at[part] = {}
+        at = at[part]
         if not isinstance(at, dict):
             problems.append(f"{edit.written}: {part} holds a value, not a map")
             return

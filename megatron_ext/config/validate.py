@@ -1,5 +1,7 @@
 """Refuses impossible combinations before anything is allocated: a pure function from a configuration to lines.
 
+Back ends are judged by ``models.backends.resolve_backend``, the model's own fields by ``models.hf_config``.
+
 Invariants (``tests/config/test_validate.py``):
 
 1. Pure and complete: no file, process or device is touched, and every problem is returned, not the first.
@@ -12,16 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_ext.config import targets
 from megatron_ext.config.instantiate import instantiate
 from megatron_ext.config.schema import Config, OptimizerConfig
 
 # Allowed values of the keys that choose by name.
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "backend.device": ("auto", "cpu", "cuda"),
-    "backend.layer_spec": ("auto", "local", "te"),
-    "backend.optimizer": ("auto", "torch", "fused"),
-    "backend.communication": ("auto", "gloo", "nccl"),
-    "backend.dtype": ("float32", "bfloat16"),
     "model.init": ("fan_in", "normal"),
     "credit.normalize": ("std", "mean", "none"),
     "loss.aggregation": ("token_mean", "row_mean", "trajectory_mean", "prompt_mean"),
@@ -152,13 +150,6 @@ def _parallel(cfg: Config, world: int) -> Iterator[str]:
             f"model.max_context={cfg.model.max_context}: must be a multiple of 2 x parallel.context = {2 * p.context} "
             "(each rank holds two chunks of a row)"
         )
-    b = cfg.backend
-    if b.device == "cpu" and b.communication == "nccl":
-        yield "backend.communication=nccl: needs backend.device=cuda"
-    if b.device == "cpu" and b.layer_spec == "te":
-        yield "backend.layer_spec=te: needs backend.device=cuda"
-    if b.device == "cpu" and b.optimizer == "fused":
-        yield "backend.optimizer=fused: needs backend.device=cuda"
 
 
 def _model(cfg: Config, hf: Mapping[str, Any]) -> Iterator[str]:
@@ -275,6 +266,8 @@ def _plug_points(cfg: Config) -> Iterator[str]:
     """Judgements that need the plug points themselves: they are small pure objects, built from their own arguments."""
     setters = []
     for name, entry in cfg.credit.edits.items():
+        if any(targets.problems(f"credit.edits.{name}", entry)):
+            continue  # composing has said so
         try:
             edit = instantiate(entry, skip=("order",), where=f"credit.edits.{name}")
         except (TypeError, ValueError) as error:
@@ -284,16 +277,17 @@ def _plug_points(cfg: Config) -> Iterator[str]:
             setters.append(name)
     if len(setters) > 1:
         yield f"credit.edits: {' and '.join(setters)} each set the scale of the advantage; keep one"
-    if cfg.model.router and cfg.model.aux_loss_coefficient > 0:
+    router = cfg.model.router
+    if router and cfg.model.aux_loss_coefficient > 0 and not any(targets.problems("model.router", router)):
         try:
-            fixed = instantiate(cfg.model.router, where="model.router").config_overrides()
+            fixed = instantiate(router, where="model.router").config_overrides()
         except (TypeError, ValueError) as error:
             yield _at("model.router", error)
             return
         if fixed.get("moe_aux_loss_coeff") == 0.0:
             yield (
                 f"model.aux_loss_coefficient={cfg.model.aux_loss_coefficient}: the router policy "
-                f"{cfg.model.router['_target_']} keeps the auxiliary loss off"
+                f"{router['_target_']} keeps the auxiliary loss off"
             )
 
 

@@ -78,7 +78,8 @@ def group_normalize(
     centred = shifted - (np.bincount(member, weights=shifted) / size)[member]
     if std:
         variance = np.bincount(member, weights=centred**2) / np.maximum(size - ddof, 1)
-        centred = centred / (np.sqrt(variance) + eps)[member]
+        spread = (np.sqrt(variance) + eps)[member]
+        centred = np.divide(centred, spread, out=np.zeros_like(centred), where=spread > 0)
     result = np.where((high - low <= tolerance)[member], 0.0, centred)
     if singleton == "raw":
         result = np.where((size == 1)[member], score, result)

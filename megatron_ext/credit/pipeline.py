@@ -55,9 +55,7 @@ def local(stats: Mapping[str, Stat]) -> dict[str, NDArray[Any]]:
     return combine([stats])
 
 
-def open_view(
-    batch: TrajectoryBatch, scores: Mapping[str, NDArray[Any]] | None = None, *, step: int = 0
-) -> CreditView:
+def open_view(batch: TrajectoryBatch, scores: Mapping[str, NDArray[Any]] | None = None, *, step: int = 0) -> CreditView:
     """The view a pipeline starts from: the batch's own rewards, advantage 0 everywhere."""
     reward = batch.reward.astype(np.float64)
     return CreditView(batch, reward, np.zeros(batch.num_tokens), {} if scores is None else scores, step)
@@ -95,7 +93,9 @@ class EditReport:
         return {f"credit/{self.name}/{key}": value for key, value in values.items()}
 
 
-def _measure(before: NDArray[np.float64], after: NDArray[np.float64], trained: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _measure(
+    before: NDArray[np.float64], after: NDArray[np.float64], trained: NDArray[np.bool_]
+) -> NDArray[np.float64]:
     """float64 [6]: positive and negative mass before and after, changed tokens, trained tokens."""
     a, b = before[trained], after[trained]
     changed = np.count_nonzero(~np.isclose(a, b, rtol=1e-9, atol=1e-12))
@@ -172,8 +172,10 @@ class Pipeline:
 
 
 def _report(name: str, edit: CreditEdit, total: NDArray[Any]) -> EditReport:
-    masses = [float(x) for x in total[:4]]
-    return EditReport(name, edit.traits.slot, *masses, changed=int(total[4]), trained=int(total[5]))
+    before_plus, before_minus, after_plus, after_minus = (float(x) for x in total[:4])
+    return EditReport(
+        name, edit.traits.slot, before_plus, before_minus, after_plus, after_minus, int(total[4]), int(total[5])
+    )
 
 
 def _check_reward_edit(name: str, before: CreditView, after: CreditView) -> None:
@@ -192,7 +194,10 @@ def _check_advantage_edit(name: str, before: CreditView, after: CreditView, trai
         raise CreditError(f"credit edit {name!r} is advantage-side: it may change the advantage alone")
     if after.advantage.shape != before.advantage.shape:
         raise CreditError(f"credit edit {name!r}: advantage {after.advantage.shape}, expected {before.advantage.shape}")
-    for bad, what in ((~np.isfinite(after.advantage), "not finite"), (~trained & (after.advantage != 0), "not trained")):
+    for bad, what in (
+        (~np.isfinite(after.advantage), "not finite"),
+        (~trained & (after.advantage != 0), "not trained"),
+    ):
         if np.any(bad):
             at = int(np.argmax(bad))
             owner = after.batch.trajectory_id[int(after.batch.token_trajectory()[at])]
@@ -210,4 +215,6 @@ def _check_conservation(name: str, edit: CreditEdit, report: EditReport) -> None
     for what in sorted(edit.traits.conserves):
         before, after = masses[what]
         if abs(after - before) > 1e-6 * size:
-            raise CreditError(f"credit edit {name!r} declares that it conserves {what}: {before:.9g} became {after:.9g}")
+            raise CreditError(
+                f"credit edit {name!r} declares that it conserves {what}: {before:.9g} became {after:.9g}"
+            )

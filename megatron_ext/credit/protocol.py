@@ -7,7 +7,7 @@ An edit is three pure functions, so that a batch held by one rank or by four giv
 * ``apply(view, reduced)``: the edited view, given the statistics reduced over all ranks.
 
 Invariants of every edit (specs, section 7; the contract test reads ``EditTraits`` and checks what is declared):
-a. masked tokens keep advantage 0;  b. splitting a trajectory into segments changes nothing;  c. declared zero sums hold;
+a. masked tokens keep advantage 0;  b. splitting a trajectory into segments changes nothing;  c. declared sums hold;
 d. permuting rollouts permutes the output;  e. a group of identical rewards gives exactly 0;  f. a group of one gives 0.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megatron_ext.trajectory.record import TrajectoryBatch
 
 
-class Reduce(str, Enum):
+class Reduce(StrEnum):
     SUM = "sum"
     MAX = "max"
     GATHER = "gather"  # concatenated over ranks, in rank order
@@ -38,12 +38,12 @@ class Stat:
     value: NDArray[Any]
 
 
-class Scale(str, Enum):
+class Scale(StrEnum):
     KEEPS = "keeps"  # multiplies or adds on the scale it was given
     SETS = "sets"  # rescales (whitens); two edits that set the scale are refused
 
 
-class Slot(str, Enum):
+class Slot(StrEnum):
     """Reward-side edits change R before centring; advantage-side edits change A after it (specs, section 6)."""
 
     REWARD = "reward"
@@ -69,7 +69,7 @@ class ScoreRequest:
 
     ``context_ids`` int32 [C] replaces what stood before ``positions`` (None = as recorded); ``positions`` int64 [P] are
     token indices of the batch; ``weights_ref`` names the weights (``current``, ``reference``, a snapshot or teacher);
-    ``outputs`` are names among ``logp``, ``entropy``, ``value``, ``topk``, ``hidden``. The reply aligns to ``positions``.
+    ``outputs`` are names among ``logp``, ``entropy``, ``value``, ``topk``, ``hidden``. The reply aligns to them.
     """
 
     segment: int

@@ -12,6 +12,7 @@ Invariants (``tests/environments/test_calculator.py`` and ``test_contract.py``):
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -23,7 +24,7 @@ from megatron_ext.environments.splits import SplitScan, check_split
 from megatron_ext.trajectory.task import Task
 
 MAX_LENGTH = 200
-_NUMBER = re.compile(r"-?\d{1,18}(?:\.\d{1,9})?(?:/[1-9]\d{0,17})?")
+_NUMBER = re.compile(r"-?\d{1,18}(?:\.\d{1,9}|/[1-9]\d{0,17})?")
 
 # (text, expression) with {a}..{e} drawn per task; the values stay positive whatever is drawn.
 _STORIES = (
@@ -50,8 +51,8 @@ class Refused(ValueError):
 def evaluate(expression: str, max_operations: int | None = None) -> Fraction:
     """Exact value of an arithmetic expression.
 
-    Raises ``Refused`` for anything but numbers, ``+ - * /``, signs and parentheses, for a division by zero, for more than
-    ``MAX_LENGTH`` characters, and for more than ``max_operations`` binary operations.
+    Raises ``Refused`` for anything but numbers, ``+ - * /``, signs and parentheses, for a division by zero, for more
+    than ``MAX_LENGTH`` characters, and for more than ``max_operations`` binary operations.
     """
     if len(expression) > MAX_LENGTH:
         raise Refused(f"expression too long ({len(expression)} characters, at most {MAX_LENGTH})")
@@ -67,6 +68,8 @@ def evaluate(expression: str, max_operations: int | None = None) -> Fraction:
 
 def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        if not math.isfinite(node.value):
+            raise Refused("number too large")
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _value(node.operand)
@@ -116,7 +119,6 @@ class Calculator:
         self._question, self._expression = "", ""
         self._plan: list[str] = []
         self._done = False
-        self._history: list[str] = []
 
     def _make(self, seed: int) -> tuple[str, str]:
         """Question and expression of a seed."""
@@ -138,7 +140,6 @@ class Calculator:
         self._question, self._expression = self._make(seed)
         self._plan = self._expression.split()
         self._done = False
-        self._history = []
         return Observation(self._question)
 
     def step(self, action: Action) -> Observation:
@@ -146,9 +147,6 @@ class Calculator:
             raise EnvironmentEnded("calculator: step after the end or before reset; call reset first")
         observation = self._answered(action)
         self._done = observation.done
-        # A refused call changes nothing, so states before and after it are equal.
-        if observation.valid:
-            self._history.append(observation.text)
         return observation
 
     def _answered(self, action: Action) -> Observation:
@@ -186,11 +184,12 @@ class Calculator:
         twin = Calculator(*self._arguments)
         twin._seed, twin._split, twin._done = self._seed, self._split, self._done
         twin._question, twin._expression = self._question, self._expression
-        twin._plan, twin._history = list(self._plan), list(self._history)
+        twin._plan = list(self._plan)
         return twin
 
     def state_hash(self) -> str:
-        return stable_hash("calculator", self._question, str(self._done), *self._plan, "|", *self._history)
+        """Question, whether it was answered, and how far the expression has been worked off."""
+        return stable_hash("calculator", self._question, str(self._done), *self._plan)
 
     def tools(self) -> Sequence[ToolSpec]:
         limit = "one operation" if self._per_call == 1 else f"up to {self._per_call} operations"
@@ -256,4 +255,4 @@ def _answer_value(value: object) -> Fraction:
     text = str(value).strip()
     if not _NUMBER.fullmatch(text):
         raise Refused("value must be a number")
-    return Fraction(text) if "." not in text or "/" not in text else Fraction(*map(Fraction, text.split("/")))
+    return Fraction(text)

@@ -16,7 +16,7 @@ SPLITS = ("train", "dev", "test")
 # Cumulative shares of the hash space. Generators scan seeds and keep those that fall into the wanted share, so the
 # shares set the cost of drawing a split, not its size.
 _BOUNDS = (0.6, 0.75, 1.0)
-# Seeds of different splits are disjoint too: a generator that reads only its seed cannot meet a training seed in a test.
+# Seeds of different splits are disjoint too: a test never plays a training seed.
 _SEED_STRIDE = 100_000_000
 
 
@@ -66,10 +66,15 @@ class SplitScan:
                     "ask for fewer, or give the environment parameters with more variety"
                 )
 
-    def offer(self, seed: int, fingerprint: str) -> bool:
-        """Keeps the seed if its content belongs to this split and was not seen; says whether it did."""
-        if fingerprint in self._seen or split_of(fingerprint) != self.split:
+    def offer(self, seed: int, fingerprint: str, identity: str | None = None) -> bool:
+        """Keeps the seed if its content belongs to this split and was not seen; says whether it did.
+
+        ``fingerprint`` decides the split, ``identity`` (default: the same) whether the task was seen: tasks that differ
+        in names alone share the first and stay in one split, but are two tasks.
+        """
+        identity = fingerprint if identity is None else identity
+        if identity in self._seen or split_of(fingerprint) != self.split:
             return False
-        self._seen.add(fingerprint)
+        self._seen.add(identity)
         self.seeds.append(seed)
         return True

@@ -96,7 +96,8 @@ def load_function(path: str) -> RewardFunction:
     function = vars(module).get(function_name)
     if not callable(function):
         raise ValueError(f"reward {path!r}: module {module_name!r} has no function {function_name!r}")
-    return function  # type: ignore[no-any-return]
+    reward: RewardFunction = function
+    return reward
 
 
 class TaskFile:

@@ -261,7 +261,7 @@ def mapreader(view: EpisodeView, rng: Random, mistake_rate: float) -> str:
 
 
 def _first_step(graph: Mapping[str, Sequence[str]], start: str, goal: str) -> str:
-    """The neighbour of ``start`` on a shortest way to ``goal`` (breadth first from the goal); ``goal`` if unreachable."""
+    """The neighbour of ``start`` on a shortest way to ``goal``, breadth first from it; ``goal`` if unreachable."""
     distance = {goal: 0}
     front = [goal]
     while front:

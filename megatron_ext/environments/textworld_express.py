@@ -3,15 +3,15 @@
 Invariants (``tests/environments/test_textworld.py`` and ``test_contract.py``):
 
 1. The rewards of an episode sum to its final score; a failed episode has score 0.
-2. Splits differ in seeds, in the game's own fold of names, in layout (fingerprint: first observation and gold path, with
-   names reduced to their order of appearance) and, when renaming is on, in adjective-noun pairs.
-3. The agent sees text only: valid commands are not listed, an unknown one is answered by the game's message and costs a
-   turn.
+2. Splits differ in seeds, in the game's own fold of names, in layout (fingerprint: first observation and gold path,
+   with names reduced to their order of appearance) and, when renaming is on, in adjective-noun pairs.
+3. The agent sees text only: valid commands are not listed, an unknown one is answered by the game's message and costs
+   a turn.
 4. Two states of one game with the same surroundings, inventory, score and changed rooms have the same hash, whatever
    path led there.
 
-Parameters of the games, as the generator of ``textworld-express`` 1.1.0 accepts them (``params``; its own defaults after
-the ``=``; 0/1 are switches):
+Parameters of the games, as the generator of ``textworld-express`` 1.1.0 accepts them (``params``; its own defaults
+after the ``=``; 0/1 are switches):
 
 =============  =====================================================================================================
 cookingworld   numLocations=11 (2..11, 1 works), numIngredients=3 (1..4), numDistractorItems=10 (0..10),
@@ -161,9 +161,9 @@ class TextWorldExpress:
     def tasks(self, split: str, count: int, *, start: int = 0) -> Sequence[Task]:
         scan = self._scans.setdefault(split, SplitScan(split))
         for seed in scan.until(start + count):
-            fingerprint, clear = self._content(seed, split)
+            fingerprint, identity, clear = self._content(seed, split)
             if clear:
-                scan.offer(seed, fingerprint)
+                scan.offer(seed, fingerprint, identity)
         return [
             Task(f"{self._game_name}/{split}/{seed}", self._game_name, seed, split)
             for seed in scan.seeds[start : start + count]
@@ -228,14 +228,17 @@ class TextWorldExpress:
             first = rooms[match[1]][0] if match[1] in rooms else state.look
             rooms[match[1]] = (first, state.look)
 
-    def _content(self, seed: int, split: str) -> tuple[str, bool]:
-        """Fingerprint of a task, and whether its names tell its things apart."""
+    def _content(self, seed: int, split: str) -> tuple[str, str, bool]:
+        """Fingerprint of a task, its identity with names, and whether the names tell its things apart."""
         game = self._solving_game()
         state = game.start(seed, check_split(split), gold=True)
         path = game.gold_path()
         # Only mapreader's description differs between tasks; asking for it costs a call.
         description = game.description() if self._game_name == "mapreader" else ""
         text = "\n".join((description, state.observation, *path))
+        identity = stable_hash(self._game_name, self._parameters, text)
+        if self._pairs is not None:
+            identity = stable_hash(identity, str(seed))  # the names are drawn by seed
         if self._game_name in RENAMED_GAMES:
             order: dict[str, str] = {}
             forms = [form for thing in renamed_things(self._game_name, split) for form in thing]
@@ -245,7 +248,7 @@ class TextWorldExpress:
         takes = [command for command in path if command.startswith("take ")]
         # The dev fold of peckingorder lists one name twice; two things of one name cannot be told apart.
         clear = self._game_name != "peckingorder" or len(takes) == len(set(takes))
-        return stable_hash(self._game_name, self._parameters, text), clear
+        return stable_hash(self._game_name, self._parameters, text), identity, clear
 
     def _solving_game(self) -> Game:
         if self._solver is None:

@@ -1,8 +1,8 @@
 """Renaming of game objects to adjective-noun pairs, so that held-out tasks have held-out names.
 
 Every word occurs in training, the *pairs* of dev and test tasks never do: a model that copies what it reads succeeds on
-them, a model that memorised names does not. (Single unseen words do not work for a small model trained from scratch: its
-tied output layer pushes tokens down that it has never seen.)
+them, a model that memorised names does not. (Single unseen words do not work for a small model trained from scratch:
+its tied output layer pushes tokens down that it has never seen.)
 
 Invariants (``tests/environments/test_textworld.py``):
 
@@ -21,14 +21,16 @@ from random import Random
 from megatron_ext.environments.protocol import stable_hash
 from megatron_ext.environments.splits import SPLITS, check_split
 
-ADJECTIVES = (
-    "amber blue bright broken clean cold copper crooked dark dusty faded green heavy huge new old "
-    "painted purple red round rusty sharp silver tiny"
-).split()
-NOUNS = (
-    "anchor arrow basket bottle bucket button candle crown feather hammer helmet jacket kettle ladder lantern magnet "
-    "needle pillow ribbon rocket saddle trumpet violin whistle"
-).split()
+_ADJECTIVE_LIST = """
+amber blue bright broken clean cold copper crooked dark dusty faded green heavy huge new old painted purple red round
+rusty sharp silver tiny
+"""
+_NOUN_LIST = """
+anchor arrow basket bottle bucket button candle crown feather hammer helmet jacket kettle ladder lantern magnet needle
+pillow ribbon rocket saddle trumpet violin whistle
+"""
+ADJECTIVES = tuple(_ADJECTIVE_LIST.split())
+NOUNS = tuple(_NOUN_LIST.split())
 
 RENAMED_GAMES = ("peckingorder", "simonsays", "arithmetic", "sorting", "mapreader", "cookingworld")
 _FRUIT = {
@@ -51,18 +53,21 @@ _MATERIALS = {
     "test": "aluminum brass glass metal rubber",
 }
 # Recipes of every fold draw from the same foods; the other foods appear as distractors.
-_FOODS = (
-    "banana,black pepper,block of cheese,carrot,chicken breast,chicken leg,chicken wing,cilantro,egg,flour,green apple,"
-    "green bell pepper,green hot pepper,lettuce,milk,olive oil,orange bell pepper,parsley,peanut oil,pork chop,"
-    "purple potato,red apple,red bell pepper,red hot pepper,red onion,red potato,red tuna,salt,sugar,tomato,"
-    "vegetable oil,water,white onion,white tuna,yellow apple,yellow bell pepper,yellow onion,yellow potato"
-).split(",")
-_ROOMS = (
-    "alley,attic,backyard,bar,basement,bathroom,bedchamber,bedroom,canteen,cellar,chamber,closet,cookery,cookhouse,"
-    "corridor,cubicle,cupboard,driveway,foyer,garage,greenhouse,kitchen,kitchenette,launderette,laundromat,"
-    "laundry place,laundry room,library,living room,lounge,office,pantry,parlor,playroom,recreation zone,salon,sauna,"
-    "scullery,shower,side yard,spare room,steam room,storage room,street,studio,study,supermarket,vault,washroom,workshop"
-).split(",")
+_FOOD_LIST = """
+banana, black pepper, block of cheese, carrot, chicken breast, chicken leg, chicken wing, cilantro, egg, flour,
+green apple, green bell pepper, green hot pepper, lettuce, milk, olive oil, orange bell pepper, parsley, peanut oil,
+pork chop, purple potato, red apple, red bell pepper, red hot pepper, red onion, red potato, red tuna, salt, sugar,
+tomato, vegetable oil, water, white onion, white tuna, yellow apple, yellow bell pepper, yellow onion, yellow potato
+"""
+_ROOM_LIST = """
+alley, attic, backyard, bar, basement, bathroom, bedchamber, bedroom, canteen, cellar, chamber, closet, cookery,
+cookhouse, corridor, cubicle, cupboard, driveway, foyer, garage, greenhouse, kitchen, kitchenette, launderette,
+laundromat, laundry place, laundry room, library, living room, lounge, office, pantry, parlor, playroom,
+recreation zone, salon, sauna, scullery, shower, side yard, spare room, steam room, storage room, street, studio,
+study, supermarket, vault, washroom, workshop
+"""
+_FOODS = tuple(name.strip() for name in _FOOD_LIST.replace("\n", " ").split(","))
+_ROOMS = tuple(name.strip() for name in _ROOM_LIST.replace("\n", " ").split(","))
 
 
 def renamed_things(game: str, fold: str) -> tuple[tuple[str, ...], ...]:

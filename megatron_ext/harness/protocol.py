@@ -4,7 +4,8 @@ Invariants (contract test: ``tests/harness/test_contract.py``):
 
 1. ``parse`` never raises: text that is not an action gives ``Parsed(action=None, error=...)``, whose error becomes the
    environment message that the model sees next.
-2. A harness holds no state between calls: the same arguments give the same messages.
+2. ``parse(render(action)).action == action``.
+3. A harness holds no state between calls: the same arguments give the same messages.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class Harness(Protocol):
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> Parsed:
         """The action in one model turn (decoded text without the stop token); ``tools`` as in ``opening``."""
+
+    def render(self, action: Action) -> str:
+        """The text that ``parse`` reads as this action: what a demonstration makes the model say."""
 
     def reply(self, observation: Observation) -> Sequence[Message]:
         """Messages that follow an action."""

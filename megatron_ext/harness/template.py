@@ -188,6 +188,7 @@ class ChatCodec:
     def __reduce__(self) -> tuple[type[ChatCodec], tuple[Tokenizer, ChatTemplate, str]]:
         return ChatCodec, (self._tokenizer, self.template, self._source)
 
+    @property
     def tokenizer(self) -> Tokenizer:
         """A copy of the tokenizer, with special tokens recognised in text as usual."""
         copy = Tokenizer.from_str(self._tokenizer.to_str())

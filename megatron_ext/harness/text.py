@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.environments.protocol import Observation, ToolSpec
+from megatron_ext.environments.protocol import Action, Observation, ToolCall, ToolSpec
 from megatron_ext.harness.protocol import Message, Parsed
 from megatron_ext.harness.thinking import after_thinking
 from megatron_ext.trajectory.record import Role
@@ -47,6 +47,12 @@ class TextHarness:
         if not action:
             return Parsed(None, "The action was empty. Say what to do.")
         return Parsed(action)
+
+    def render(self, action: Action) -> str:
+        """Raises ``TypeError`` for a tool call: this harness speaks free text."""
+        if isinstance(action, ToolCall):
+            raise TypeError(f"the action is a call of tool {action.name!r}; use ToolHarness")
+        return action
 
     def reply(self, observation: Observation) -> Sequence[Message]:
         return (Message(Role.USER, observation.text),)

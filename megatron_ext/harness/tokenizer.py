@@ -133,6 +133,8 @@ def _check_phrase(phrase: str) -> None:
         splitter = pre_tokenizers.Split(Regex(rf"\A ?(?:{phrase})\z"), "removed")
     except Exception as error:  # the regex library raises nothing narrower
         raise TokenizerError(f"tokenizer.phrases: {phrase!r} is not a regular expression: {error}") from error
+    if not pre_tokenizers.Split(Regex(rf"\Ax(?:{phrase})\z"), "removed").pre_tokenize_str("x"):
+        raise TokenizerError(f"tokenizer.phrases: {phrase!r} matches the empty text, so it would cut every word apart")
     for token in SPECIAL_TOKENS:
         if not splitter.pre_tokenize_str(token):
             raise TokenizerError(f"tokenizer.phrases: {phrase!r} matches the special token {token}")
@@ -165,7 +167,7 @@ def _train(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    learner.train_from_iterator(sorted(texts), trainer)
+    learner.train_from_iterator(texts, trainer)
     model = json.loads(learner.to_str())["model"]
     vocab: dict[str, int] = model["vocab"]
     return vocab, [(left, right) for left, right in model["merges"]]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron_ext.environments.protocol import Observation, ToolCall, ToolSpec
+from megatron_ext.environments.protocol import Action, Observation, ToolCall, ToolSpec
 from megatron_ext.harness.protocol import Message, Parsed
 from megatron_ext.harness.schema import check_schema, first_problem, hint
 from megatron_ext.harness.thinking import after_thinking
@@ -74,6 +74,13 @@ class ToolHarness:
         if rest.strip():
             return Parsed(None, f"Nothing may follow {CALL_CLOSE}.")
         return _read_call(body, tools)
+
+    def render(self, action: Action) -> str:
+        """Raises ``TypeError`` for free text: this harness speaks tool calls."""
+        if not isinstance(action, ToolCall):
+            raise TypeError(f"the action is free text ({action[:40]!r}); use TextHarness")
+        call = json.dumps({"name": action.name, "arguments": dict(action.arguments)}, ensure_ascii=False)
+        return f"{CALL_OPEN}{call}{CALL_CLOSE}"
 
     def reply(self, observation: Observation) -> Sequence[Message]:
         return (Message(Role.TOOL, observation.text),)

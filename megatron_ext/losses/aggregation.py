@@ -64,7 +64,8 @@ def weights(batch: TrajectoryBatch, mode: str, total: float) -> NDArray[np.float
     unit, size = _units(batch, mode)
     sums = np.bincount(unit, weights=count, minlength=size)
     share = np.divide(1.0, sums * total, out=np.zeros(size), where=(sums > 0) & (total > 0))
-    return count * share[unit]
+    result: NDArray[np.float64] = count * share[unit]
+    return result
 
 
 def token_weights(batch: TrajectoryBatch, mode: str) -> NDArray[np.float64]:

@@ -41,7 +41,7 @@ def _summarise(values: NDArray[np.float64]) -> MeanMax:
 def train_rollout_difference(old_logp: NDArray[Any], rollout_logp: NDArray[Any], mask: NDArray[np.bool_]) -> MeanMax:
     """``|old_logp - rollout_logp|`` over the mask, in nats; all [T]. Metrics ``offpolicy/logp_diff_mean`` and ``_max``.
 
-    ``old_logp`` are the training engine's, ``rollout_logp`` the sampling engine's, of the same tokens at (nominally) the
+    ``old_logp`` are the training engine's, ``rollout_logp`` the sampling engine's, of the same tokens at nominally the
     same weights: what remains is numerics, routing flips or a stale engine.
     """
     if not old_logp.shape == rollout_logp.shape == mask.shape:
@@ -49,7 +49,9 @@ def train_rollout_difference(old_logp: NDArray[Any], rollout_logp: NDArray[Any],
     difference = np.abs(old_logp[mask].astype(np.float64) - rollout_logp[mask].astype(np.float64))
     if not np.all(np.isfinite(difference)):
         at = int(np.flatnonzero(mask)[np.argmax(~np.isfinite(difference))])
-        raise ValueError(f"token {at}: log-probs {old_logp[at]} (training) and {rollout_logp[at]} (rollout) are not finite")
+        raise ValueError(
+            f"token {at}: log-probs {old_logp[at]} (training) and {rollout_logp[at]} (rollout) are not finite"
+        )
     return _summarise(difference)
 
 

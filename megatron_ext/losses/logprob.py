@@ -2,10 +2,10 @@
 
 Invariants (``tests/losses/test_logprob.py`` asserts each):
 
-1. Values and gradients of both outputs are those of ``log_softmax(logits / temperature)`` (checked in double precision).
+1. Values and gradients of both outputs are those of ``log_softmax(logits / temperature)`` (checked in fp64).
 2. The result does not depend on how the vocabulary is split over ranks, nor on the row chunk.
 3. Arithmetic is fp32 or wider whatever the dtype of the logits; finite logits give finite outputs and gradients.
-4. No softmax is kept: beyond the gradient itself the backward pass needs a row chunk, the forward pass no more than that.
+4. No softmax is kept: the forward pass needs a chunk of rows, the backward pass the gradient and a chunk of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _scaled(logits: torch.Tensor, dtype: torch.dtype, inverse: float) -> torch.T
 
 class _LogProbEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         logits: torch.Tensor,
         targets: torch.Tensor,
@@ -80,24 +80,24 @@ class _LogProbEntropy(torch.autograd.Function):
         entropy = total.log() - moment / total if need_entropy else torch.zeros_like(logp)
 
         ctx.save_for_backward(logits, local, owned, log_total, entropy)
-        ctx.dtype, ctx.inverse, ctx.width = dtype, inverse, width  # type: ignore[attr-defined]
-        ctx.entropy_grad = entropy_grad  # type: ignore[attr-defined]
+        ctx.dtype, ctx.inverse, ctx.width = dtype, inverse, width
+        ctx.entropy_grad = entropy_grad
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(  # type: ignore[override]
+    @torch.autograd.function.once_differentiable
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, grad_logp: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        logits, local, owned, log_total, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
-        width, inverse, dtype = ctx.width, ctx.inverse, ctx.dtype  # type: ignore[attr-defined]
+        logits, local, owned, log_total, entropy = ctx.saved_tensors
+        width, inverse, dtype = ctx.width, ctx.inverse, ctx.dtype
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         grad[:, width:] = 0.0
         on_target = torch.where(owned, grad_logp, 0.0).to(dtype) * inverse
         down = (grad_logp.to(dtype) * inverse).unsqueeze(1)
-        pull = (grad_entropy.to(dtype) * inverse).unsqueeze(1) if ctx.entropy_grad else None  # type: ignore[attr-defined]
+        pull = (grad_entropy.to(dtype) * inverse).unsqueeze(1) if ctx.entropy_grad else None
         step = _chunk_rows(len(logits), width)
         for start in range(0, len(logits) if width else 0, step):
             part = slice(start, start + step)
@@ -153,7 +153,7 @@ def token_logprob_entropy(
         low, high = (int(x) for x in torch.aminmax(targets))
         if low < 0 or high >= size:
             raise ValueError(f"targets span {low}..{high}, outside the vocabulary of {size}")
-    logp, entropy = _LogProbEntropy.apply(  # type: ignore[no-untyped-call]
+    logp, entropy = _LogProbEntropy.apply(
         logits, targets, float(temperature), group, size, need_entropy, need_entropy and need_entropy_grad
     )
     return logp, entropy

@@ -21,8 +21,9 @@ from megatron_ext.losses.ratio import LIMIT, active, k3, log_ratio, token_mean, 
 class ClipLoss:
     """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with r = pi_current / pi_old per token.
 
-    PPO (Schulman et al. 2017, eq. 7) with DAPO's decoupled bounds ("clip higher", Yu et al. 2025, eq. 10). ``dual_clip``
-    c > 1 bounds the loss of tokens with a negative advantage at ``c |A|`` (Ye et al. 2020, eq. 5); None = off.
+    PPO (Schulman et al. 2017, eq. 7) with DAPO's decoupled bounds ("clip higher", Yu et al. 2025, eq. 10).
+    ``dual_clip`` c > 1 bounds the loss of tokens with a negative advantage at ``c |A|`` (Ye et al. 2020, eq. 5).
+    None = off.
 
     Metrics: ``policy/ratio_mean``, ``policy/clip_fraction_low``, ``policy/clip_fraction_high``,
     ``policy/clip_fraction_dual`` (when on), ``policy/log_ratio_clamped``, ``policy/kl_old`` (k3 of old || current),

@@ -23,8 +23,8 @@ class LossInputs:
 
     ``cur_logp`` has the gradient; ``old_logp`` are the training engine's at the weights that opened the batch;
     ``rollout_logp`` are the sampling engine's; ``ref_logp`` the reference model's (None when no term asks for it);
-    ``entropy`` of the current policy (with gradient when ``needs_entropy``). ``row`` and ``turn`` int64 [n] are keys for
-    sequence and step ratios. All log-probs are natural logarithms at the rollout temperature.
+    ``entropy`` of the current policy (with gradient when ``needs_entropy``). ``row`` and ``turn`` int64 [n] are keys
+    for sequence and step ratios. All log-probs are natural logarithms at the rollout temperature.
     """
 
     cur_logp: torch.Tensor

@@ -32,8 +32,8 @@ def needs_entropy_grad(terms: Mapping[str, LossTerm]) -> bool:
 def total_loss(terms: Mapping[str, LossTerm], inputs: LossInputs) -> LossOutput:
     """Sum of the terms times their coefficients, with the metrics of all and ``train/loss/<term>`` for each.
 
-    ``train/loss/<term>`` is the term before its coefficient. Its denominator is the sum of the weights, which is 1 over a
-    whole optimizer step, so that the reduced value is the term's part of that step's loss.
+    ``train/loss/<term>`` is the term before its coefficient. Its denominator is the sum of the weights, which is 1 over
+    a whole optimizer step, so that the reduced value is the term's part of that step's loss.
     """
     total = inputs.cur_logp.new_zeros(())
     metrics: dict[str, Metric] = {}

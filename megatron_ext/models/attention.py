@@ -34,7 +34,7 @@ Context = Any  # torch.autograd's ctx has no public type
 
 
 class _Rotate(torch.autograd.Function):
-    """RoPE of ``x`` [..., d] by ``cos``, ``sin`` broadcastable to [..., d/2]. Its transpose is the opposite rotation."""
+    """RoPE of ``x`` [..., d] by ``cos``, ``sin`` broadcastable to [..., d/2]; its transpose is the reverse."""
 
     @staticmethod
     def forward(ctx: Context, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -57,8 +57,8 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 class _Stack(torch.autograd.Function):
-    """Tokens [T, ...] -> padded places [P, ...]. Padding repeats a token and receives no gradient, so the transpose is a
-    plain gather by ``flat`` instead of a scatter-add."""
+    """Tokens [T, ...] -> padded places [P, ...]. Padding repeats a token and receives no gradient, so the transpose is
+    a plain gather by ``flat`` instead of a scatter-add."""
 
     @staticmethod
     def forward(ctx: Context, x: torch.Tensor, gather: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class _Stack(torch.autograd.Function):
 
 
 class _Unstack(torch.autograd.Function):
-    """Padded places [P, ...] -> tokens [T, ...]. The transpose writes each token's gradient to its place, zero elsewhere."""
+    """Padded places [P, ...] -> tokens [T, ...]. The transpose writes a token's gradient to its place, 0 elsewhere."""
 
     @staticmethod
     def forward(ctx: Context, x: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         if config.softmax_type != "vanilla" or config.window_size is not None or config.attention_dropout:
             raise ValueError(
-                f"local attention supports no attention sink, window or dropout; got softmax_type={config.softmax_type}, "
+                f"local attention has no attention sink, window or dropout; got softmax_type={config.softmax_type}, "
                 f"window_size={config.window_size}, attention_dropout={config.attention_dropout}"
             )
         self.rope_theta = rope_theta
@@ -134,7 +134,7 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """``query`` [s, b, h, d] (packed: [t, h, d]), ``key`` and ``value`` with the KV heads -> [s, b, h*d] ([t, h*d]).
+        """``query`` [s, b, h, d] (packed: [t, h, d]), ``key`` and ``value`` with the KV heads -> [s, b, h*d], [t, h*d].
 
         The mask is always causal; ``attention_mask`` must be None. Packed calls pass a ``PackedBatch``.
         """

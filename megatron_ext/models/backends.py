@@ -85,9 +85,7 @@ def resolve_backend(
         errors.append("backend.device=cuda: no CUDA device is visible; set backend.device=cpu")
     on_gpu = device == "cuda"
     fast = {"layer_spec": ("te", "local"), "optimizer": ("fused", "torch"), "communication": ("nccl", "gloo")}
-    chosen = {
-        key: (gpu if on_gpu else cpu) if given[key] == "auto" else given[key] for key, (gpu, cpu) in fast.items()
-    }
+    chosen = {key: (gpu if on_gpu else cpu) if given[key] == "auto" else given[key] for key, (gpu, cpu) in fast.items()}
     if not on_gpu:
         errors.extend(
             f"backend.{key}={gpu} needs a GPU, backend.device is cpu; set backend.{key}={cpu}"

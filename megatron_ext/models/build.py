@@ -54,17 +54,10 @@ class BuildError(ValueError):
     """A model that cannot be built as configured; one line per reason."""
 
 
-def transformer_config(
-    hf: HFConfig,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    backend: ResolvedBackend,
-    overrides: Mapping[str, Any] | None = None,
-) -> TransformerConfig:
-    """Megatron's configuration of the model. ``overrides`` are ``TransformerConfig`` fields (a router policy's).
-
-    Raises ``BuildError`` for an unknown override, or a field that disagrees with the HF configuration.
-    """
+def transformer_fields(
+    hf: HFConfig, model: ModelConfig, parallel: ParallelConfig, backend: ResolvedBackend
+) -> dict[str, Any]:
+    """The fields of Megatron's ``TransformerConfig`` that this project sets."""
     te = backend.layer_spec == "te"
     gpu = backend.device == "cuda"
     bf16 = backend.dtype is torch.bfloat16
@@ -107,6 +100,8 @@ def transformer_config(
         "sequence_parallel": parallel.sequence,
         # Rows of a step differ in length, so pipeline stages tell each other the shape.
         "variable_seq_lengths": True,
+        # The only dispatcher that takes varying lengths; Megatron checks it for dense models too.
+        "moe_token_dispatcher_type": "alltoall",
         "moe_layer_freq": [int(moe) for moe in hf.moe_pattern],
     }
     if parallel.virtual_pipeline > 1 and backend.communication == "gloo":
@@ -122,15 +117,30 @@ def transformer_config(
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "aux_loss" if balanced else "none",
             "moe_aux_loss_coeff": model.aux_loss_coefficient if balanced else 0.0,
-            "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": te,
             "moe_permute_fusion": te,
         }
+    return fields
+
+
+def transformer_config(
+    hf: HFConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    backend: ResolvedBackend,
+    overrides: Mapping[str, Any] | None = None,
+) -> TransformerConfig:
+    """Megatron's configuration of the model. ``overrides`` are ``TransformerConfig`` fields (a router policy's).
+
+    Raises ``BuildError`` for an unknown override, or a field that disagrees with the HF configuration.
+    """
     known = {f.name for f in dataclasses.fields(TransformerConfig) if f.init}
     unknown = sorted(set(overrides or {}) - known)
     if unknown:
         raise BuildError(f"not fields of Megatron's TransformerConfig: {', '.join(unknown)}")
-    config = TransformerConfig(**(fields | dict(overrides or {})))
+    fields = transformer_fields(hf, model, parallel, backend) | dict(overrides or {})
+    with cpu_platform.quiet_import():
+        config = TransformerConfig(**fields)
     mismatches = compare(hf, config)
     if mismatches:
         raise BuildError("the HF config and the model disagree:\n" + "\n".join(mismatches))

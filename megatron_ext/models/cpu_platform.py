@@ -32,7 +32,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -138,7 +138,7 @@ cuda = CpuCuda()
 
 
 def all_gather_uneven(outputs: list[torch.Tensor], x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All-gather of tensors whose first dimension differs between ranks; gloo wants equal sizes, so pad to the largest."""
+    """All-gather of tensors whose first dimension differs between ranks; gloo wants equal sizes, so they are padded."""
     longest = max(out.size(0) for out in outputs)
     padded = x.new_zeros(longest, *x.shape[1:])
     padded[: x.size(0)] = x
@@ -254,7 +254,7 @@ _REPLACED: dict[str, str] = {
 
 
 def rewrite(name: str, source: str) -> str:
-    """Source of module ``name`` for a CPU. Raises ``CpuPlatformError`` when a repaired line is not where it should be."""
+    """Source of module ``name`` for a CPU. Raises ``CpuPlatformError`` when a line to repair is not there."""
     if name in _REPLACED:
         return _REPLACED[name]
     for repair in _REPAIRS.get(name, ()):
@@ -380,14 +380,14 @@ def install(cuda_available: Callable[[], bool] = torch.cuda.is_available, cache:
         raise CpuPlatformError(f"megatron-core is missing: pip install megatron-core=={MEGATRON_VERSION}") from None
     if version != MEGATRON_VERSION:
         raise CpuPlatformError(
-            f"megatron-core {version} is installed, the CPU platform was written for {MEGATRON_VERSION}; install that one"
+            f"megatron-core {version} is installed, the CPU platform was written for {MEGATRON_VERSION}: install that"
         )
     sys.meta_path.insert(0, RewritingFinder(BytecodeCache(cache_root() if cache is None else cache)))
     return True
 
 
 @contextlib.contextmanager
-def quiet_import() -> Any:
+def quiet_import() -> Iterator[None]:
     """Hides the messages about missing GPU packages that Megatron prints while it is imported on a CPU."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -23,7 +23,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 class FreshReader:
-    """A ``TensorReader`` that draws what it is asked for. The last few tensors are kept: their slices follow each other."""
+    """A ``TensorReader`` that draws what it is asked for. The last few tensors are kept: slices come in runs."""
 
     def __init__(self, hf: HFConfig, model: ModelConfig, seed: int) -> None:
         if model.init not in ("fan_in", "normal"):

@@ -72,7 +72,16 @@ class HFConfig:
 
     def __post_init__(self) -> None:
         errors: list[str] = []
-        sizes = ["vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_position_embeddings"]
+        sizes = [
+            "vocab",
+            "hidden",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate",
+            "max_position_embeddings",
+        ]
         if self.family == "qwen3_moe":
             sizes += ["num_experts", "top_k", "moe_intermediate", "decoder_sparse_step"]
         values = {name: getattr(self, name) for name in sizes}
@@ -96,9 +105,7 @@ class HFConfig:
     def moe_pattern(self) -> tuple[bool, ...]:
         """[layers]: whether each decoder layer is a Mixture-of-Experts layer (the rule of ``transformers``)."""
         return tuple(
-            self.family == "qwen3_moe"
-            and i not in self.mlp_only_layers
-            and (i + 1) % self.decoder_sparse_step == 0
+            self.family == "qwen3_moe" and i not in self.mlp_only_layers and (i + 1) % self.decoder_sparse_step == 0
             for i in range(self.layers)
         )
 
@@ -243,7 +250,7 @@ def _rope_theta(raw: Mapping[str, Any], errors: list[str]) -> float:
 
 
 def load_hf_config(path: str | Path) -> HFConfig:
-    """Reads a ``config.json``, or the one in folder ``path``. Raises ``HFConfigError`` naming the file and the fields."""
+    """Reads a ``config.json``, or the one in folder ``path``. ``HFConfigError`` names the file and the fields."""
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     try:

@@ -119,7 +119,7 @@ def save_hf(
     tokenizer_dir: str | Path | None = None,
     max_shard_bytes: int = 4 << 30,
 ) -> Path:
-    """Writes an HF folder that ``transformers`` loads: config, safetensors (sharded when large) and the tokenizer's files.
+    """Writes an HF folder that ``transformers`` loads: config, safetensors (sharded when large), tokenizer files.
 
     ``tensors`` is consumed lazily; on the host at most one shard is held. Raises ``FileExistsError`` when the folder
     exists, ``WeightError`` when the tensors are not those of ``hf``, ``OSError`` when the disk is full: in each case

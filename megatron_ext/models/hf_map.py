@@ -269,7 +269,7 @@ def assemble(param: ParamPlan, read: Callable[[str, int, int, int], torch.Tensor
         yield held[piece.name].narrow(piece.dim, piece.start - spans[piece.name][0], piece.stop - piece.start)
 
 
-def _own(chunks: Sequence[GPTModel]) -> tuple[Layout, Coordinate]:
+def place_of(chunks: Sequence[GPTModel]) -> tuple[Layout, Coordinate]:
     """Layout and coordinate of the rank that built these chunks."""
     config, groups = chunks[0].config, chunks[0].pg_collection
     layout = Layout(
@@ -287,8 +287,12 @@ def _parameters(chunks: Sequence[GPTModel], params: Sequence[ParamPlan]) -> list
     """The parameters of a plan, in its order; checks that plan and model agree on names and shapes."""
     have = {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
     want = {(param.chunk, param.param): param for param in params}
-    errors = [f"parameter {name} of the model is not in the weight map" for _, name in sorted(have.keys() - want.keys())]
-    errors += [f"parameter {name} of the weight map is not in the model" for _, name in sorted(want.keys() - have.keys())]
+    errors = [
+        f"parameter {name} of the model is not in the weight map" for _, name in sorted(have.keys() - want.keys())
+    ]
+    errors += [
+        f"parameter {name} of the weight map is not in the model" for _, name in sorted(want.keys() - have.keys())
+    ]
     errors += [
         f"parameter {key[1]}: model {tuple(have[key].shape)}, weight map {want[key].shape}"
         for key in want
@@ -308,7 +312,7 @@ def load_tensors(chunks: Sequence[GPTModel], hf: HFConfig, reader: TensorReader)
     mismatches = [line for chunk in chunks for line in compare_model(hf, chunk)]
     if mismatches:
         raise WeightError("the HF config and the model disagree:\n" + "\n".join(dict.fromkeys(mismatches)))
-    layout, at = _own(chunks)
+    layout, at = place_of(chunks)
     params = rank_plan(hf, layout, at)
     with torch.no_grad():
         for param, parameter in zip(params, _parameters(chunks, params), strict=True):
@@ -329,7 +333,7 @@ def export_tensors(
     A tensor may share memory with a parameter: use it before the next optimizer step, or copy it. ``gather`` completes
     the pieces of one HF tensor from the other ranks; without it every tensor must be whole on this rank.
     """
-    layout, at = _own(chunks)
+    layout, at = place_of(chunks)
     params = rank_plan(hf, layout, at)
     parts: dict[str, list[tuple[Piece, torch.Tensor]]] = {name: [] for name in hf_shapes(hf)}
     for param, parameter in zip(params, _parameters(chunks, params), strict=True):

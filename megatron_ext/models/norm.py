@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,8 @@ CONSTANT = "constant reward"
 @dataclass(frozen=True)
 class Agreement:
     """``train`` group ids in order; ``filtered`` (group id, reason); ``missing`` groups short of a full step; ``draw``
-    tasks to draw for them now; ``exhausted``: short, nothing in flight and nothing more may be drawn, so the step trains
-    what it has; ``assignment[rank]`` the group ids at home there, in training order."""
+    tasks to draw for them now; ``exhausted``: short, nothing in flight and nothing more may be drawn, so the step
+    trains what it has; ``assignment[rank]`` the group ids at home there, in training order."""
 
     train: tuple[str, ...]
     filtered: tuple[tuple[str, str], ...]

@@ -276,7 +276,9 @@ class Coordinator:
             case Consumed():
                 self._apply_consumed(event)
             case Checkpointed():
-                self.checkpoints.append(event.step)
+                # Saving one step twice is fine (a periodic save, then an interrupt): the later one replaced it.
+                if event.step not in self.checkpoints:
+                    self.checkpoints.append(event.step)
 
     def _apply_opened(self, event: Opened) -> None:
         for group_id in list(self._leases.values()):
@@ -366,10 +368,8 @@ class Coordinator:
                 for name in names:
                     self._expect(name, State.FINISHED, f"consumed by step {event.step}")
             case Checkpointed():
-                if event.step != self.step or event.step in self.checkpoints:
-                    raise CoordinatorError(
-                        f"checkpoint of step {event.step}: the run is at {self.step}, not saved twice"
-                    )
+                if event.step != self.step:
+                    raise CoordinatorError(f"checkpoint of step {event.step}: the run is at step {self.step}")
 
     def _check_opened(self, event: Opened) -> None:
         if event.incarnation != self.incarnation + 1:

@@ -37,7 +37,7 @@ def demonstration_batch(
         turns = 0
         for action, observation in demo.steps:
             encoded = [(m.role, codec.message(m)) for m in messages]
-            prompt, turn = codec.generation_prompt(), codec.encode_turn(action)
+            prompt, turn = codec.generation_prompt(), codec.encode_turn(harness.render(action))
             size = sum(len(ids) for _, ids in encoded) + len(prompt) + len(turn)
             if builder.num_tokens + size > max_context:
                 break

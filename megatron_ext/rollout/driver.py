@@ -25,8 +25,8 @@ from megatron_ext.harness.protocol import Harness
 from megatron_ext.harness.template import ChatCodec
 from megatron_ext.rewards.compose import RewardSet
 from megatron_ext.rollout.engine import GenerateRequest, GenerationClient
-from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.rollout.episode import EpisodeLimits, EpisodeRun, Sampling, sampling_seed
+from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.trajectory.builder import build_group
 from megatron_ext.trajectory.store import TrajectoryStore
 from megatron_ext.trajectory.task import Task
@@ -41,7 +41,7 @@ class GroupOrder:
     """Run ``samples`` episodes of one task. ``store`` keeps the tokens (training); evaluation needs the outcome only."""
 
     group_id: str
-    lease_id: int
+    lease_id: str
     task: Task
     samples: int
     sampling: Sampling
@@ -50,9 +50,9 @@ class GroupOrder:
 
 @dataclass(frozen=True)
 class GroupDone:
-    """A finished group: its metadata (``meta.where`` is "" when the tokens were not kept) and what the driver counted."""
+    """A finished group: its metadata (``meta.ref`` is "" when the tokens were not kept) and what the driver counted."""
 
-    lease_id: int
+    lease_id: str
     meta: GroupMeta
     malformed: int
     invalid_actions: int
@@ -113,11 +113,13 @@ class Driver:
 
     def step(self, timeout: float) -> list[GroupDone]:
         self._admit()
-        handles = [*self._client.handles(), *self._pool.handles()]
-        wait(handles, timeout)
+        replies, results = self._pool.poll(0.0), self._client.poll(0.0)
+        if not replies and not results:
+            wait([*self._client.handles(), *self._pool.handles()], timeout)
+            replies, results = self._pool.poll(0.0), self._client.poll(0.0)
         done: list[GroupDone] = []
         requests: list[GenerateRequest] = []
-        for reply in self._pool.poll(0.0):
+        for reply in replies:
             group_id, run = self._runs[reply.episode_id]
             if reply.observation is None:
                 run.on_environment_failure(reply.kind, reply.error or "")
@@ -127,7 +129,7 @@ class Driver:
             else:
                 request = run.on_step(reply.observation, reply.state_hash)
             self._after(group_id, run, request, requests, done)
-        for result in self._client.poll(0.0):
+        for result in results:
             self._last_token = time.monotonic()
             group_id, run = self._runs[self._calls.pop(result.request_id)]
             outcome = run.on_tokens(result)

@@ -121,7 +121,9 @@ class DriverProcess:
         while True:
             reply = self._receive(deadline - time.monotonic())
             if reply is None:
-                raise DriverError(f"rollout driver (pid {self._process.pid}): no answer to {name!r} within {timeout:.0f} s")
+                raise DriverError(
+                    f"rollout driver (pid {self._process.pid}): no answer to {name!r} within {timeout:.0f} s"
+                )
             kind, value = reply
             if kind == "done":
                 self._done.extend(value)

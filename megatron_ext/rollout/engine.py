@@ -94,6 +94,9 @@ class GenerationClient(Protocol):
     def poll(self, timeout: float) -> list[GenerateResult]:
         """Finished results, waiting up to ``timeout`` seconds for the first."""
 
+    def handles(self) -> Sequence[Any]:
+        """What becomes readable when results come: for ``multiprocessing.connection.wait``, beside other things."""
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stops requests; each still answers, with ``FinishReason.ABORT``."""
 
@@ -101,6 +104,13 @@ class GenerationClient(Protocol):
         """Frees the KV cache of sessions that will not be continued."""
 
     def close(self) -> None: ...
+
+
+class EngineAddress(Protocol):
+    """Where an engine can be reached; picklable."""
+
+    def open(self) -> GenerationClient:
+        """Connects, from the process that will own the client."""
 
 
 class EngineControl(Protocol):
@@ -117,7 +127,7 @@ class EngineControl(Protocol):
 
     def wake(self) -> None: ...
 
-    def connect(self) -> Any:
+    def connect(self) -> EngineAddress:
         """A picklable address from which a driver process opens its ``GenerationClient``."""
 
     def close(self) -> None: ...

@@ -161,7 +161,9 @@ class EpisodeRun:
 
     # -- inside ---------------------------------------------------------------------------------------------------
     def _message(self, role: Role, content: str) -> None:
-        self.builder.add_message(self.session, role, self.codec.message(Message(role, content)), state_key=self.state_key)
+        self.builder.add_message(
+            self.session, role, self.codec.message(Message(role, content)), state_key=self.state_key
+        )
 
     def _next_call(self) -> GenerateRequest | None:
         self.builder.add_context(self.session, self.codec.generation_prompt())

@@ -24,8 +24,8 @@ class GroupMeta:
     """What a step agreement needs of a finished group; one entry a trajectory, tokens stay in the store.
 
     ``ref`` names the data in the store; ``tokens`` all tokens, ``trained_tokens`` those of the loss mask, ``turns``
-    model turns; ``status`` values of ``Status``; ``min_version``/``max_version`` packed policy versions over all sampled
-    tokens, -1 when nothing was sampled.
+    model turns; ``status`` values of ``Status``; ``min_version``/``max_version`` packed policy versions over all
+    sampled tokens, -1 when nothing was sampled.
     """
 
     group_id: str

@@ -184,6 +184,19 @@ class JournaledCoordinator:
         self._commit([event])
         return isinstance(event, Finished)
 
+    def finish_many(self, results: Iterable[tuple[str, GroupMeta]]) -> list[bool]:
+        """``finish`` for several (lease, result) pairs with one sync."""
+        events: dict[str, Event] = {}
+        taken: list[bool] = []
+        for lease_id, meta in results:
+            if lease_id in events:  # the second result of one lease: it is decided after the first was applied
+                self._commit(list(events.values()))
+                events = {}
+            events[lease_id] = self.state.finish(lease_id, meta)
+            taken.append(isinstance(events[lease_id], Finished))
+        self._commit(list(events.values()))
+        return taken
+
     def fail(self, lease_id: str, reason: str) -> bool:
         """Queues a group again; False when its lease had ended already."""
         event = self.state.fail(lease_id, reason)

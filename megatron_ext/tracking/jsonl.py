@@ -4,7 +4,7 @@ Invariants (``tests/tracking/test_contract.py`` and ``test_jsonl.py`` assert eac
 
 1. Every step is on disk when ``log`` returns, as one line; a second ``log`` of the same step joins that line.
 2. Steps only grow. On resume the lines of later, undone steps are dropped in one atomic replacement of the file.
-3. A line torn by a crash is dropped when the file is opened again; damage anywhere else is an error that names the line.
+3. A line torn by a crash is dropped when the file is opened again; other damage is an error that names the line.
 4. Values that are not finite are written as null, so that every line is valid JSON.
 """
 
@@ -32,7 +32,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise MetricsFileError(f"{path}, line {number}: not JSON ({error.msg}); restore or delete the line") from None
+            raise MetricsFileError(
+                f"{path}, line {number}: not JSON ({error.msg}); restore or delete the line"
+            ) from None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise MetricsFileError(f"{path}, line {number}: no integer 'step'; restore or delete the line")
         rows.append(row)

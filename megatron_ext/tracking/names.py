@@ -55,11 +55,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/tokens_max", COUNT, "generated tokens of a trajectory, maximum"),
     Metric("rollout/length_mean", COUNT, "all tokens of a trajectory, mean"),
     Metric("rollout/malformed_fraction", SHARE, "model turns that held no valid action", LOWER),
+    Metric("rollout/invalid_fraction", SHARE, "model turns whose action the environment did not understand", LOWER),
     Metric("rollout/truncated_fraction", SHARE, "trajectories cut by the turn or context limit", LOWER),
     Metric("rollout/max_turns_fraction", SHARE, "trajectories that used up their turns", LOWER),
     Metric("rollout/max_context_fraction", SHARE, "trajectories that filled the context", LOWER),
     Metric("rollout/env_errors", COUNT, "trajectories masked because the environment raised", LOWER),
-    Metric("rollout/env_deadlines", COUNT, "trajectories masked because the environment was killed at its deadline", LOWER),
+    Metric(
+        "rollout/env_deadlines", COUNT, "trajectories masked because the environment was killed at its deadline", LOWER
+    ),
     Metric("rollout/reward_invalid", COUNT, "trajectories masked because a reward was not finite", LOWER),
     Metric("rollout/aborted", COUNT, "trajectories masked because they were aborted", LOWER),
     Metric("rollout/entropy", NATS, "minus the mean log-prob of the sampled tokens"),
@@ -70,7 +73,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("filter/groups_constant", COUNT, "groups dropped because their rewards were all equal", LOWER),
     Metric("filter/groups_all_success", COUNT, "dropped groups that always succeeded"),
     Metric("filter/groups_all_failure", COUNT, "dropped groups that never succeeded"),
-    Metric("filter/groups_untrainable", COUNT, "groups dropped because fewer than two trajectories could be trained", LOWER),
+    Metric(
+        "filter/groups_untrainable", COUNT, "groups dropped because fewer than two trajectories could be trained", LOWER
+    ),
     Metric("filter/draw_limit_hit", COUNT, "1 when the draw limit ended the refill of a step", LOWER),
     Metric("filter/kept_fraction", SHARE, "groups kept of those drawn", HIGHER),
     # Training step.
@@ -109,7 +114,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("credit/<edit>/negative_mass_after", "advantage", "sum of negative advantages after the edit"),
     # Between the engines, and staleness.
     Metric("offpolicy/logp_diff_mean", NATS, "absolute log-prob difference between training and rollout, mean", LOWER),
-    Metric("offpolicy/logp_diff_max", NATS, "absolute log-prob difference between training and rollout, maximum", LOWER),
+    Metric(
+        "offpolicy/logp_diff_max", NATS, "absolute log-prob difference between training and rollout, maximum", LOWER
+    ),
     Metric("offpolicy/lag_mean", "steps", "optimizer steps between sampling and training a token, mean", LOWER),
     Metric("offpolicy/lag_max", "steps", "optimizer steps between sampling and training a token, maximum", LOWER),
     Metric("offpolicy/routing_flips", SHARE, "expert choices that differ between training and rollout", LOWER),
@@ -119,7 +126,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/load_peak", "ratio", "tokens of the busiest expert over the mean, worst layer", LOWER),
     Metric("moe/cold_fraction", SHARE, "experts that got less than a tenth of the mean", LOWER),
     Metric("moe/router_entropy", NATS, "entropy of the router's distribution"),
-    Metric("moe/layer/<layer>/load_cv", "ratio", "coefficient of variation of the tokens per expert of one layer", LOWER),
+    Metric(
+        "moe/layer/<layer>/load_cv", "ratio", "coefficient of variation of the tokens per expert of one layer", LOWER
+    ),
     Metric("moe/layer/<layer>/load_peak", "ratio", "tokens of the busiest expert over the mean of one layer", LOWER),
     # Warm start.
     Metric("warm_start/loss", NATS, "negative log-likelihood of a demonstrated token", LOWER),
@@ -139,7 +148,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/pass_at_<k>", SHARE, "tasks solved by one of k sampled trajectories (unbiased)", HIGHER),
     Metric("eval/<set>/turns_median", COUNT, "model turns of a greedy trajectory, median"),
     Metric("eval/<set>/reward_mean", "reward", "mean reward of the greedy trajectories", HIGHER),
-    Metric("eval/<set>/untrainable", COUNT, "greedy trajectories lost to environment errors and counted as failures", LOWER),
+    Metric(
+        "eval/<set>/untrainable", COUNT, "greedy trajectories lost to environment errors and counted as failures", LOWER
+    ),
     Metric("eval/<set>/gain", SHARE, "greedy_pass1 after training minus before", HIGHER),
     Metric("eval/<set>/gain_ci_low", SHARE, "lower end of the paired 95 % interval of the gain", HIGHER),
     Metric("eval/<set>/gain_ci_high", SHARE, "upper end of the paired 95 % interval of the gain", HIGHER),

@@ -152,7 +152,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is unreadable ({error}): remove {path.parent} and continue from an older step") from error
+        raise CheckpointError(
+            f"{path} is unreadable ({error}): remove {path.parent} and continue from an older step"
+        ) from error
 
 
 def _sync(folder: Path) -> None:

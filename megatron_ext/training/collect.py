@@ -69,25 +69,23 @@ class Collector:
         drawn_before = state.draws_at(step)
         while True:
             metas = self._ready(step)
+            counts = state.counts()
             agreement = agree(
                 metas,
                 tasks_per_step=self._config.batch.tasks_per_step,
                 filters=self._config.credit.filter,
                 own_signal=self._own_signal,
                 draws_so_far=state.draws - drawn_before,
+                in_flight=counts.queued + counts.leased,
                 ranks=1,
             )
-            waiting = state.counts()
-            if agreement.missing == 0:
-                break
-            short = agreement.draw - waiting.queued - waiting.leased
-            if short > 0:
-                self._coordinator.add(self._source.draw(short), self._config.batch.trajectories_per_task)
-            elif waiting.queued + waiting.leased == 0:
-                break
+            if agreement.missing == 0 or agreement.exhausted:
+                return self._take(agreement, metas)
+            if agreement.draw:
+                tasks = self._source.draw(agreement.draw)
+                self._coordinator.add(tasks, self._config.batch.trajectories_per_task)
             self._order()
             self._wait()
-        return self._take(agreement, metas)
 
     def _ready(self, step: int) -> list[GroupMeta]:
         metas = self._coordinator.ready(in_order=True)
@@ -108,16 +106,16 @@ class Collector:
 
     def _wait(self) -> None:
         """Takes results until nothing is leased: a step is agreed on whole rounds, whatever finished first."""
-        finished = len(self._done)
         while self._coordinator.counts().leased:
             self._check()
-            for done in self._driver.poll(0.5):
-                if self._coordinator.finish(done.lease_id, done.meta):
-                    self._done[done.group_id] = done
-                    finished += 1
-                    self._progress(finished)
+            done = self._driver.poll(0.5)
+            taken = self._coordinator.finish_many([(group.lease_id, group.meta) for group in done])
+            for group, accepted in zip(done, taken, strict=True):
+                if accepted:
+                    self._done[group.group_id] = group
                 else:
-                    self._store.delete(Ref(done.meta.where))
+                    self._store.delete(Ref(group.meta.ref))
+            self._progress(len(self._done))
             expired = self._coordinator.expire(time.time())
             if expired:
                 raise DriverError(
@@ -126,17 +124,15 @@ class Collector:
                 )
 
     def _take(self, agreement: Agreement, metas: Sequence[GroupMeta]) -> StepGroups:
-        looked_at = {*agreement.group_ids, *(group for group, _ in agreement.filtered)}
-        drawn = [self._done.pop(m.group_id) for m in metas if m.group_id in looked_at and m.group_id in self._done]
-        batch = None
-        if agreement.train:
-            batch = concat([self._read(meta) for meta in agreement.train])
-        kept = [m for m in metas if m.group_id in looked_at]
-        return StepGroups(drawn, kept, agreement.group_ids, agreement.filtered, batch)
+        looked_at = {*agreement.train, *(group for group, _ in agreement.filtered)}
+        by_id = {meta.group_id: meta for meta in metas if meta.group_id in looked_at}
+        drawn = [self._done.pop(group) for group in by_id if group in self._done]
+        batch = concat([self._read(by_id[group]) for group in agreement.train]) if agreement.train else None
+        return StepGroups(drawn, list(by_id.values()), agreement.train, agreement.filtered, batch)
 
     def _read(self, meta: GroupMeta) -> TrajectoryBatch:
         """A group's tokens, with the rewards that were agreed on (the control experiment permutes them)."""
-        group = self._store.read(Ref(meta.where))
+        group = self._store.read(Ref(meta.ref))
         if self._config.control.permute_rewards:
             return group.with_rewards(np.array(meta.rewards, dtype=np.float32))
         return group

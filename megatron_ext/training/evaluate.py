@@ -15,8 +15,9 @@ import numpy as np
 from megatron_ext.rollout.driver import GroupDone, GroupOrder
 from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.episode import Sampling
-from megatron_ext.trajectory.task import Task
 from megatron_ext.training.evaluation import EvalResult
+from megatron_ext.trajectory.record import Status
+from megatron_ext.trajectory.task import Task
 
 
 def evaluate(
@@ -35,20 +36,21 @@ def evaluate(
     ``progress`` is told finished groups; ``check`` may raise to interrupt. Trajectories that ended through no fault of
     the policy (environment error or deadline) count as failures here and are reported in the driver's log.
     """
-    orders = [GroupOrder(f"eval/{t.task_id}/greedy", -1, t, 1, Sampling(temperature=0.0), store=False) for t in tasks]
+    orders = [GroupOrder(f"eval/{t.task_id}/greedy", "", t, 1, Sampling(temperature=0.0), store=False) for t in tasks]
     if samples:
         sampling = Sampling(temperature=temperature)
-        orders += [GroupOrder(f"eval/{t.task_id}/sampled", -1, t, samples, sampling, store=False) for t in tasks]
+        orders += [GroupOrder(f"eval/{t.task_id}/sampled", "", t, samples, sampling, store=False) for t in tasks]
     done = run_orders(driver, orders, progress=progress, check=check, timeout=timeout)
-    greedy = np.array([done[f"eval/{t.task_id}/greedy"].meta.success[0] for t in tasks], dtype=bool)
-    sampled = np.array([done[f"eval/{t.task_id}/sampled"].meta.success for t in tasks if samples], dtype=bool)
-    turns = [n for t in tasks for n in done[f"eval/{t.task_id}/greedy"].meta.model_turns]
+    greedy = [done[f"eval/{t.task_id}/greedy"].meta for t in tasks]
+    sampled = [done[f"eval/{t.task_id}/sampled"].meta.success for t in tasks if samples]
     return EvalResult(
         name=name,
         tasks=tuple(t.task_id for t in tasks),
-        greedy=greedy,
-        sampled=sampled.reshape(len(tasks), samples),
-        turns_median=float(np.median(turns)) if turns else 0.0,
+        greedy=np.array([m.success[0] for m in greedy], dtype=bool),
+        sampled=np.array(sampled, dtype=bool).reshape(len(tasks), samples),
+        turns=np.array([m.turns[0] for m in greedy], dtype=np.float64),
+        reward=np.array([m.rewards[0] for m in greedy], dtype=np.float64),
+        lost=sum(not Status(m.status[0]).trainable for m in greedy),
     )
 
 
@@ -72,7 +74,9 @@ def run_orders(
         progress(len(done))
         if time.monotonic() - last > timeout:
             missing = next(o.group_id for o in orders if o.group_id not in done)
-            raise TimeoutError(f"rollout driver: no group finished for {timeout:.0f} s; waiting for {missing!r} among others")
+            raise TimeoutError(
+                f"rollout driver: no group finished for {timeout:.0f} s; waiting for {missing!r} among others"
+            )
     return done
 
 
@@ -84,7 +88,9 @@ def save_result(path: Path, result: EvalResult) -> None:
         "tasks": list(result.tasks),
         "greedy": result.greedy.astype(int).tolist(),
         "sampled": result.sampled.astype(int).tolist(),
-        "turns_median": result.turns_median,
+        "turns": result.turns.tolist(),
+        "reward": result.reward.tolist(),
+        "lost": result.lost,
     }
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value))
@@ -92,11 +98,14 @@ def save_result(path: Path, result: EvalResult) -> None:
 
 
 def load_result(path: Path) -> EvalResult:
+    """The evaluation that ``save_result`` wrote."""
     value = json.loads(path.read_text())
     return EvalResult(
         name=value["name"],
         tasks=tuple(value["tasks"]),
         greedy=np.array(value["greedy"], dtype=bool),
         sampled=np.array(value["sampled"], dtype=bool).reshape(len(value["tasks"]), -1),
-        turns_median=float(value["turns_median"]),
+        turns=np.array(value["turns"], dtype=np.float64),
+        reward=np.array(value["reward"], dtype=np.float64),
+        lost=int(value["lost"]),
     )

@@ -63,9 +63,7 @@ def _bootstrap(values: NDArray[np.float64], confidence: float, seed: int) -> Int
     return Interval(mean, min(low, mean), max(high, mean), n)
 
 
-def mean_interval(
-    values: NDArray[Any], *, confidence: float = 0.95, method: str = "auto", seed: int = 0
-) -> Interval:
+def mean_interval(values: NDArray[Any], *, confidence: float = 0.95, method: str = "auto", seed: int = 0) -> Interval:
     """Mean over tasks ([n], one value a task) with its interval.
 
     ``wilson`` is the score interval of a proportion, for values that are all 0 or 1; ``bootstrap`` resamples tasks;
@@ -86,9 +84,7 @@ def mean_interval(
     return Interval(p, min(max(0.0, centre - half), p), max(min(1.0, centre + half), p), n)
 
 
-def paired_interval(
-    before: NDArray[Any], after: NDArray[Any], *, confidence: float = 0.95, seed: int = 0
-) -> Interval:
+def paired_interval(before: NDArray[Any], after: NDArray[Any], *, confidence: float = 0.95, seed: int = 0) -> Interval:
     """Mean of ``after - before`` over the same tasks in the same order ([n] each), by bootstrap over tasks."""
     first, second = _tasks(before), _tasks(after)
     if first.shape != second.shape:
@@ -119,7 +115,12 @@ class EvalResult:
             raise ValueError(f"evaluation {self.name!r} has no tasks")
         if len(set(self.tasks)) != n:
             raise ValueError(f"evaluation {self.name!r}: task ids repeat")
-        for field, shape in (("greedy", (n,)), ("turns", (n,)), ("reward", (n,)), ("sampled", (n, *self.sampled.shape[1:]))):
+        for field, shape in (
+            ("greedy", (n,)),
+            ("turns", (n,)),
+            ("reward", (n,)),
+            ("sampled", (n, *self.sampled.shape[1:])),
+        ):
             got = getattr(self, field).shape
             if got != shape or (field == "sampled" and len(got) != 2):
                 raise ValueError(f"evaluation {self.name!r}: {field} has shape {got} for {n} tasks")

@@ -22,7 +22,16 @@ from megatron_ext.config.saved import as_tree, load_resolved, save_resolved
 from megatron_ext.config.schema import Config
 
 # What may differ when a run goes on: how long, how often to save or look, how to show it, and machine settings.
-MAY_CHANGE = ("run.steps", "run.max_minutes", "run.threads", "run.root", "run.name", "tracking", "checkpoint", "evaluation")
+MAY_CHANGE = (
+    "run.steps",
+    "run.max_minutes",
+    "run.threads",
+    "run.root",
+    "run.name",
+    "tracking",
+    "checkpoint",
+    "evaluation",
+)
 
 
 class FolderError(RuntimeError):

@@ -14,13 +14,14 @@ def train_loop(run: Run) -> None:
         metrics = rollout_metrics(groups, run.clock.seconds("rollout"))
         if groups.batch is not None:
             batch, rows = groups.batch, run.rows(groups.batch)
+            opened = run.version
             with run.phase("scoring"):
                 scores = run.score(batch, rows)
             advantage, report = run.assign_credit(batch)
             metrics |= report
             with run.phase("update", run.config.batch.optimizer_steps_per_batch):
                 results = run.update(batch, rows, scores, advantage)
-            metrics |= update_metrics(results, batch, scores, run.version, run.clock)
+            metrics |= update_metrics(results, batch, rows, scores, opened, run.clock)
         run.finish_step(groups)
         with run.phase("publish"):
             run.publish()

@@ -46,4 +46,3 @@ def wrap(
         chunk.config.finalize_model_grads_func = finalize_model_grads
         chunk.config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
-

@@ -12,7 +12,6 @@ from megatron_ext.models.hf_map import export_tensors
 from megatron_ext.rollout.engine import EngineControl
 
 
-
 def publish(engine: EngineControl, chunks: Sequence[torch.nn.Module], hf: HFConfig, version: int) -> None:
     """Sends every weight once; returns when the engine samples with them."""
     engine.publish(export_tensors([unwrap(c) for c in chunks], hf), version)

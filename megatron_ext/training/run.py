@@ -33,19 +33,19 @@ from megatron_ext.rollout.engine import EngineControl
 from megatron_ext.rollout.episode import EpisodeLimits
 from megatron_ext.rollout.journal import open_coordinator
 from megatron_ext.tracking.composite import TrackerSet
-from megatron_ext.trajectory.store import Ref, TrajectoryStore
-from megatron_ext.trajectory.task import Task
 from megatron_ext.training import checkpoint
 from megatron_ext.training.evaluate import evaluate, load_result, save_result
 from megatron_ext.training.evaluation import EvalResult
 from megatron_ext.training.folder import RunFolder, open_folder
+from megatron_ext.training.interrupt import Interrupted, InterruptFlag
 from megatron_ext.training.loop import train_loop
 from megatron_ext.training.phases import Phases
 from megatron_ext.training.publish import publish
-from megatron_ext.training.interrupt import Interrupted, InterruptFlag
 from megatron_ext.training.run_state import Run
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.training.warm_start import WarmStartReport, run_warm_start, warm_start_key
+from megatron_ext.trajectory.store import Ref, TrajectoryStore
+from megatron_ext.trajectory.task import Task
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ def train(config: Config) -> RunResult:
     with ExitStack() as stack:
         folder = open_folder(config)
         stack.callback(folder.close)
-        tracker = TrackerSet.from_config(config.tracking)
+        tracker = TrackerSet(
+            {n: instantiate(node, skip=("order",)) for n, node in ordered(config.tracking, "tracking")}
+        )
         found = checkpoint.list_checkpoints(folder.checkpoints)
         tracker.start(folder.path, as_tree(config), found[-1].step if found else None)
         stack.callback(lambda: tracker.finish(_summary(folder)))
@@ -165,7 +167,7 @@ def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitS
     if found:
         _continue_from(run, found[-1])
     else:
-        coordinator.resume(0, lambda meta: store.exists(Ref(meta.where)))
+        coordinator.resume(0, lambda meta: store.exists(Ref(meta.ref)))
         source.draw(coordinator.state.draws)
         if any(term.needs_reference for term in run.terms.values()):
             run.reference = trainer.snapshot()
@@ -240,9 +242,7 @@ class _TrainerBuilder:
         chunks = build_model(self._hf, model, config.parallel, self._backend, overrides, seed=config.run.seed)
         router.apply(chunks)
         wrapped, megatron_optimizer = wrap(chunks, optimizer, config.parallel, self._backend)
-        return Trainer(
-            wrapped, megatron_optimizer, self.context, temperature=config.rollout.temperature, router=router
-        )
+        return Trainer(wrapped, megatron_optimizer, self.context, temperature=config.rollout.temperature, router=router)
 
 
 def _loss_terms(config: Config) -> dict[str, LossTerm]:
@@ -330,7 +330,9 @@ def _first_weights(
             on_step=on_step,
         )
     checkpoint.save_weights(weights, trainer.chunks)
-    text = json.dumps({**dataclasses.asdict(report), "demonstration_success": sum(d.success for d in demos) / len(demos)})
+    text = json.dumps(
+        {**dataclasses.asdict(report), "demonstration_success": sum(d.success for d in demos) / len(demos)}
+    )
     (root / "report.json").write_text(text)
     (folder.path / "warm_start.json").write_text(text)
     return weights
@@ -345,7 +347,7 @@ def _continue_from(run: Run, info: checkpoint.CheckpointInfo) -> None:
     run.pipeline.load_state_dict(states["edits"])
     run.trainer.router.load_state_dict(states["router"])
     run.source.load_state_dict(states["source"])
-    run.coordinator.resume(info.step, lambda meta: run.store.exists(Ref(meta.where)))
+    run.coordinator.resume(info.step, lambda meta: run.store.exists(Ref(meta.ref)))
     # Draws are never undone: skip what the journal already holds.
     run.source.draw(run.coordinator.state.draws - int(states["draws"]))
 

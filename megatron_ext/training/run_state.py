@@ -22,12 +22,6 @@ from megatron_ext.rollout.engine import EngineControl
 from megatron_ext.rollout.journal import JournaledCoordinator
 from megatron_ext.rollout.task_source import TaskSource
 from megatron_ext.tracking.composite import TrackerSet
-from megatron_ext.trajectory import version as policy_version
-from megatron_ext.trajectory.packing import pack, split_optimizer_steps
-from megatron_ext.trajectory.record import TrajectoryBatch
-from megatron_ext.trajectory.rows import Rows, make_rows
-from megatron_ext.trajectory.store import Ref, TrajectoryStore
-from megatron_ext.trajectory.task import Task
 from megatron_ext.training import checkpoint
 from megatron_ext.training.collect import Collector, StepGroups
 from megatron_ext.training.evaluate import evaluate
@@ -38,6 +32,12 @@ from megatron_ext.training.phases import Phases
 from megatron_ext.training.publish import publish
 from megatron_ext.training.schedule import learning_rate
 from megatron_ext.training.trainer import TokenInputs, TokenScores, Trainer, UpdateResult
+from megatron_ext.trajectory import version as policy_version
+from megatron_ext.trajectory.packing import pack, split_optimizer_steps
+from megatron_ext.trajectory.record import TrajectoryBatch
+from megatron_ext.trajectory.rows import Rows, make_rows
+from megatron_ext.trajectory.store import Ref, TrajectoryStore
+from megatron_ext.trajectory.task import Task
 
 
 def trained_trajectories(batch: TrajectoryBatch) -> NDArray[np.bool_]:
@@ -120,7 +120,7 @@ class Run:
     def microbatches(self, batch: TrajectoryBatch, rows: Rows, members: NDArray[np.int64]) -> list[MicroBatch]:
         """This rank's micro-batches of the rows ``members``."""
         plan = pack(rows.lengths[members], cap=self.config.batch.tokens_per_microbatch)
-        return [build_microbatch(batch, rows, members[mb], rows.mask) for mb in plan.micro_batches[0]]
+        return [build_microbatch(batch, rows, members[mb], rows.mask) for mb in plan.microbatches[0]]
 
     def score(self, batch: TrajectoryBatch, rows: Rows) -> TokenScores:
         """Log-prob and entropy of the trained tokens under the weights that open the batch, once a batch."""
@@ -146,7 +146,9 @@ class Run:
         ref = self.reference_logp(batch, rows)
         row_trajectory = batch.segment_trajectory()[rows.segment]
         results = []
-        for number, trajectories in enumerate(split_optimizer_steps(batch, count, seed=self.config.run.seed + self.step)):
+        for number, trajectories in enumerate(
+            split_optimizer_steps(batch, count, seed=self.config.run.seed + self.step)
+        ):
             members = np.flatnonzero(np.isin(row_trajectory, trajectories))
             weight = token_weights(only(batch, trajectories), self.config.loss.aggregation)
             inputs = TokenInputs(
@@ -195,7 +197,7 @@ class Run:
         return self.evaluate(self.dev_tasks, "dev", self.config.evaluation.samples).summary()
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        self.tracker.log(self.step, {**metrics, **self.clock.take(), "progress/seconds": self.seconds()})
+        self.tracker.log(self.step, {**metrics, **self.clock.take(), "progress/minutes": self.seconds() / 60})
 
     def checkpoint_due(self) -> bool:
         every = self.config.checkpoint.every
@@ -229,5 +231,5 @@ class Run:
         if not kept:
             return
         for group in self.coordinator.state.groups.values():
-            if group.meta is not None and 0 <= group.step <= kept[0].step and group.meta.where:
-                self.store.delete(Ref(group.meta.where))
+            if group.meta is not None and 0 <= group.step <= kept[0].step and group.meta.ref:
+                self.store.delete(Ref(group.meta.ref))

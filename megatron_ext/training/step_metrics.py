@@ -7,58 +7,83 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_ext.rollout.agreement import CONSTANT, UNTRAINABLE
-from megatron_ext.trajectory.record import Status, TrajectoryBatch
-from megatron_ext.trajectory.version import lag
 from megatron_ext.training.collect import StepGroups
 from megatron_ext.training.phases import Phases
 from megatron_ext.training.trainer import TokenScores, UpdateResult
+from megatron_ext.trajectory.record import Status, TrajectoryBatch
+from megatron_ext.trajectory.rows import Rows
+from megatron_ext.trajectory.version import lag
 
 
 def rollout_metrics(groups: StepGroups, seconds: float) -> dict[str, float]:
-    """Everything the rollout phase says, over all groups that were drawn (filtered ones included)."""
-    done = groups.drawn
-    rewards = np.array([r for m in groups.metas for r in m.rewards], dtype=np.float64)
-    success = np.array([s for m in groups.metas for s in m.success], dtype=np.float64)
-    status = np.array([s for m in groups.metas for s in m.status], dtype=np.int64)
-    turns = np.array([t for m in groups.metas for t in m.model_turns], dtype=np.float64)
-    tokens = np.array([t for m in groups.metas for t in m.tokens], dtype=np.float64)
-    trained = np.array([t for m in groups.metas for t in m.trained_tokens], dtype=np.float64)
+    """Everything the rollout phase says, over all groups that were looked at (filtered ones included)."""
+    metas = groups.metas
+    rewards = np.array([r for m in metas for r in m.rewards], dtype=np.float64)
+    success = np.array([s for m in metas for s in m.success], dtype=np.float64)
+    status = np.array([s for m in metas for s in m.status], dtype=np.int64)
+    turns = np.array([t for m in metas for t in m.turns], dtype=np.float64)
+    tokens = np.array([t for m in metas for t in m.tokens], dtype=np.float64)
+    sampled = np.array([t for m in metas for t in m.trained_tokens], dtype=np.float64)
     counted = status < int(Status.ENV_ERROR)
-    mean = lambda x: float(x.mean()) if len(x) else 0.0  # noqa: E731
+
+    def ended(kind: Status) -> float:
+        return float(np.count_nonzero(status == int(kind)))
+
+    number = max(len(status), 1)
+    constant = [m for m in metas if (m.group_id, CONSTANT) in set(groups.filtered)]
     metrics = {
-        "reward/mean": mean(rewards[counted]),
-        "reward/std": float(rewards[counted].std()) if counted.any() else 0.0,
-        "reward/success": mean(success[counted]),
         "rollout/trajectories": float(len(status)),
-        "rollout/tokens": float(tokens.sum()),
-        "rollout/tokens_mean": mean(tokens),
-        "rollout/sampled_tokens": float(trained.sum()),
-        "rollout/turns_mean": mean(turns),
-        "rollout/turns_median": float(np.median(turns)) if len(turns) else 0.0,
-        "rollout/tokens_per_s": float(tokens.sum()) / max(seconds, 1e-9),
-        "rollout/malformed_fraction": sum(g.malformed for g in done) / max(turns.sum(), 1.0),
-        "rollout/invalid_action_fraction": sum(g.invalid_actions for g in done) / max(turns.sum(), 1.0),
-        "rollout/truncated_fraction": mean(
-            ((status == int(Status.MAX_TURNS)) | (status == int(Status.MAX_CONTEXT))).astype(np.float64)
-        ),
-        "rollout/env_errors": float(np.count_nonzero(status == int(Status.ENV_ERROR))),
-        "rollout/env_deadlines": float(np.count_nonzero(status == int(Status.ENV_DEADLINE))),
-        "rollout/reward_invalid": float(np.count_nonzero(status == int(Status.REWARD_INVALID))),
-        "filter/drawn_groups": float(len(groups.metas)),
-        "filter/constant_groups": float(sum(reason == CONSTANT for _, reason in groups.filtered)),
-        "filter/untrainable_groups": float(sum(reason == UNTRAINABLE for _, reason in groups.filtered)),
-        "filter/trained_groups": float(len(groups.train)),
+        "rollout/tokens": float(sampled.sum()),
+        "rollout/tokens_per_s": float(sampled.sum()) / max(seconds, 1e-9),
+        "rollout/malformed_fraction": sum(g.malformed for g in groups.drawn) / max(turns.sum(), 1.0),
+        "rollout/invalid_fraction": sum(g.invalid_actions for g in groups.drawn) / max(turns.sum(), 1.0),
+        "rollout/max_turns_fraction": ended(Status.MAX_TURNS) / number,
+        "rollout/max_context_fraction": ended(Status.MAX_CONTEXT) / number,
+        "rollout/env_errors": ended(Status.ENV_ERROR),
+        "rollout/env_deadlines": ended(Status.ENV_DEADLINE),
+        "rollout/reward_invalid": ended(Status.REWARD_INVALID),
+        "rollout/aborted": ended(Status.ABORTED),
+        "filter/groups_drawn": float(len(metas)),
+        "filter/groups_kept": float(len(groups.train)),
+        "filter/groups_constant": float(len(constant)),
+        "filter/groups_all_success": float(sum(all(m.success) for m in constant)),
+        "filter/groups_all_failure": float(sum(not any(m.success) for m in constant)),
+        "filter/groups_untrainable": float(sum(reason == UNTRAINABLE for _, reason in groups.filtered)),
+        "filter/kept_fraction": len(groups.train) / max(len(metas), 1),
     }
+    if len(status):
+        metrics |= {
+            "rollout/turns_mean": float(turns.mean()),
+            "rollout/turns_max": float(turns.max()),
+            "rollout/tokens_mean": float(sampled.mean()),
+            "rollout/length_mean": float(tokens.mean()),
+        }
+    if counted.any():
+        metrics |= {
+            "reward/mean": float(rewards[counted].mean()),
+            "reward/std": float(rewards[counted].std()),
+            "reward/min": float(rewards[counted].min()),
+            "reward/max": float(rewards[counted].max()),
+            "reward/success": float(success[counted].mean()),
+        }
     if groups.batch is not None:
         for name, part in groups.batch.reward_parts.items():
-            metrics[f"reward/part/{name}"] = mean(part[groups.batch.trainable()].astype(np.float64))
+            metrics[f"reward/part/{name}"] = float(part[groups.batch.trainable()].mean())
     return metrics
 
 
 def update_metrics(
-    results: Sequence[UpdateResult], batch: TrajectoryBatch, scores: TokenScores, version: int, clock: Phases
+    results: Sequence[UpdateResult],
+    batch: TrajectoryBatch,
+    rows: Rows,
+    scores: TokenScores,
+    version: int,
+    clock: Phases,
 ) -> dict[str, float]:
-    """Loss, gradient norm and policy metrics (means over the batch's optimizer steps), drift and staleness."""
+    """Loss, gradient norm and policy metrics (means over the batch's optimizer steps), drift and staleness.
+
+    ``version`` is the policy version of the weights that opened the batch: lag counts from there.
+    """
     names = sorted({name for r in results for name in r.metrics})
     metrics = {name: float(np.mean([r.metrics[name] for r in results if name in r.metrics])) for name in names}
     applied = [r for r in results if r.applied]
@@ -66,18 +91,23 @@ def update_metrics(
     difference = np.abs(scores.logp[mask].astype(np.float64) - batch.rollout_logp[mask])
     versions, counts = np.unique(batch.version[mask], return_counts=True)
     lags = np.array([lag(version, int(v)) for v in versions], dtype=np.float64)
-    seconds = clock.seconds("scoring") + clock.seconds("update")
+    seconds = clock.seconds("update")
     metrics |= {
-        "train/loss": float(np.mean([r.loss for r in applied])) if applied else 0.0,
-        "train/grad_norm": float(np.mean([r.grad_norm for r in applied])) if applied else 0.0,
         "train/lr": results[-1].lr,
         "train/nan_steps": float(len(results) - len(applied)),
-        "train/tokens": float(batch.num_tokens),
-        "train/tokens_per_s": batch.num_tokens / max(seconds, 1e-9),
-        "offpolicy/logp_diff_mean": float(difference.mean()) if len(difference) else 0.0,
-        "offpolicy/logp_diff_max": float(difference.max()) if len(difference) else 0.0,
-        "offpolicy/lag_mean": float((lags * counts).sum() / max(counts.sum(), 1)),
-        "offpolicy/lag_max": float(lags.max()) if len(lags) else 0.0,
-        "policy/entropy_old": float(scores.entropy[mask].mean()) if mask.any() else 0.0,
+        "train/tokens": float(len(rows.token)),
+        "train/trained_tokens": float(mask.sum()),
+        "train/rows": float(rows.num_rows),
+        "train/tokens_per_s": len(rows.token) / max(seconds, 1e-9),
+        "rollout/entropy": float(-batch.rollout_logp[mask].mean()),
+        "offpolicy/logp_diff_mean": float(difference.mean()),
+        "offpolicy/logp_diff_max": float(difference.max()),
+        "offpolicy/lag_mean": float((lags * counts).sum() / counts.sum()),
+        "offpolicy/lag_max": float(lags.max()),
     }
+    if applied:
+        metrics |= {
+            "train/loss": float(np.mean([r.loss for r in applied])),
+            "train/grad_norm": float(np.mean([r.grad_norm for r in applied])),
+        }
     return metrics

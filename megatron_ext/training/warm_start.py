@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from megatron_ext.config.schema import WarmStartConfig
 from megatron_ext.losses.sft import NegativeLogLikelihood
-from megatron_ext.trajectory.packing import pack
-from megatron_ext.trajectory.record import TrajectoryBatch
-from megatron_ext.trajectory.rows import make_rows
 from megatron_ext.training.microbatch import build_microbatch
 from megatron_ext.training.schedule import learning_rate
 from megatron_ext.training.trainer import TokenInputs, Trainer
+from megatron_ext.trajectory.packing import pack
+from megatron_ext.trajectory.record import TrajectoryBatch
+from megatron_ext.trajectory.rows import make_rows
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def run_warm_start(
             members = order[begin : begin + config.trajectories_per_step]
             plan = pack(lengths[members], cap=tokens_per_microbatch)
             select = raw[rows.token] > 0
-            micro = [build_microbatch(batch, rows, members[mb], select) for mb in plan.micro_batches[0]]
+            micro = [build_microbatch(batch, rows, members[mb], select) for mb in plan.microbatches[0]]
             weight = torch.zeros(batch.num_tokens)
             tokens = torch.cat([mb.token for mb in micro])
             action = torch.from_numpy(batch.loss_mask.copy())[tokens]

@@ -17,8 +17,9 @@ carry mask 0 and turn -1: a model token belongs to exactly one turn.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any
 
@@ -149,8 +150,8 @@ class TrajectoryBatch:
     harness: tuple[str, ...]
     group_id: tuple[str, ...]
     task_id: tuple[str, ...]
-    reward_parts: Mapping[str, Array] = field(default_factory=dict)
-    turn_labels: Mapping[str, Array] = field(default_factory=dict)
+    reward_parts: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    turn_labels: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     routed: Array | None = None
     routed_valid: Array | None = None
 
@@ -388,7 +389,9 @@ def validate(batch: TrajectoryBatch) -> None:
                 raise RecordError(f"{key!r}: shape {value.shape}, expected ({count},)")
     if not np.all(np.isfinite(batch.reward)):
         at = int(np.argmax(~np.isfinite(batch.reward)))
-        raise RecordError(f"trajectory {batch.trajectory_id[at]!r}: reward is {batch.reward[at]}; mark it REWARD_INVALID")
+        raise RecordError(
+            f"trajectory {batch.trajectory_id[at]!r}: reward is {batch.reward[at]}; mark it REWARD_INVALID"
+        )
     _validate_tokens(batch)
     if batch.routed is not None:
         if batch.routed_valid is None:
@@ -441,11 +444,12 @@ def _validate_tokens(batch: TrajectoryBatch) -> None:
     _fail_at(batch, sampled & (batch.rollout_logp > 0), "rollout log-prob above 0")
     _fail_at(batch, ~sampled & (batch.rollout_logp != 0), "rollout log-prob on a token that was not sampled")
     _fail_at(batch, ~np.isfinite(batch.weight) | (batch.weight < 0), "weight is negative or not finite")
-    at = np.flatnonzero(sampled)
-    if len(at) > 1:
-        falls = (batch.version[at[1:]] < batch.version[at[:-1]]) & (batch.turn[at[1:]] == batch.turn[at[:-1]])
+    drawn = np.flatnonzero(sampled)
+    if len(drawn) > 1:
+        before, after = drawn[:-1], drawn[1:]
+        falls = (batch.version[after] < batch.version[before]) & (batch.turn[after] == batch.turn[before])
         if np.any(falls):
-            where = int(at[1:][np.argmax(falls)])
+            where = int(after[np.argmax(falls)])
             raise RecordError(f"{_where(batch, where)}: policy version falls inside a turn")
 
 
@@ -455,7 +459,8 @@ def _concat_optional(batches: Sequence[TrajectoryBatch]) -> tuple[Array | None, 
         return None, None
     first = present[0].routed
     assert first is not None
-    shape, dtype = first.shape[1:], max((b.routed.dtype for b in present if b.routed is not None), key=lambda d: d.itemsize)
+    shape = first.shape[1:]
+    dtype = max((b.routed.dtype for b in present if b.routed is not None), key=lambda d: d.itemsize)
     routed, valid = [], []
     for b in batches:
         if b.routed is None or b.routed_valid is None:

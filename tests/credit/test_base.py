@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from helpers.records import Group, build, described_batches, model, single, user
 from megatron_ext.credit.base import Baseline, base_advantage, trained_tokens
 from megatron_ext.trajectory.record import Status
+from tests.helpers.records import Group, build, described_batches, model, single, user
 
 
 def test_numbers_by_hand() -> None:

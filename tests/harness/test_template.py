@@ -73,7 +73,7 @@ hostile = st.lists(
 
 
 def structure(codec: ChatCodec, ids: list[int]) -> list[int]:
-    special = set(codec.template.token_ids(codec.tokenizer(), "test").values())
+    special = set(codec.template.token_ids(codec.tokenizer, "test").values())
     return [i for i in ids if i in special]
 
 

@@ -96,6 +96,8 @@ def test_bad_input_is_named() -> None:
         learn_tokenizer(["a"], vocab_size=512, phrases=["("])
     with pytest.raises(TokenizerError, match=r"special token <\|user\|>"):
         learn_tokenizer(["a"], vocab_size=512, phrases=[r"<\|us.*\|>"])
+    with pytest.raises(TokenizerError, match="matches the empty text"):
+        learn_tokenizer(["a"], vocab_size=512, phrases=["a*"])
     with pytest.raises(TokenizerError, match="101 distinct phrase texts"):
         learn_tokenizer([f"x{'i' * n}x" for n in range(101)], vocab_size=300, phrases=["x[i]*x"])
 
@@ -129,7 +131,7 @@ def test_saved_folder_renders_as_the_codec(tokenizer: Tokenizer, tmp_path: Path)
 
 def test_saving_is_deterministic_and_checked(tokenizer: Tokenizer, tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "a", tokenizer, COMPACT)
-    save_tokenizer(tmp_path / "b", load_codec(tmp_path / "a").tokenizer(), COMPACT)
+    save_tokenizer(tmp_path / "b", load_codec(tmp_path / "a").tokenizer, COMPACT)
     for file in sorted((tmp_path / "a").iterdir()):
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
     with pytest.raises(TemplateError, match=r"chatml.*<\|endoftext\|>, <\|im_start\|>, <\|im_end\|>"):

@@ -123,9 +123,7 @@ def build(groups: Sequence[Group], *, routed: tuple[int, int] | None = None) -> 
                 columns.add(session_kind=int(kind), session_parent=-1 if index == 0 else first_session)
             offsets["trajectory_sessions"].append(len(offsets["session_segments"]) - 1)
             names.append(trajectory.name or f"g{g}/s{s}")
-            columns.add(
-                sample=s, reward=trajectory.reward, success=trajectory.success, status=int(trajectory.status)
-            )
+            columns.add(sample=s, reward=trajectory.reward, success=trajectory.success, status=int(trajectory.status))
         offsets["group_trajectories"].append(len(names))
     arrays = {name: np.array(columns.values.get(name, []), dtype=_dtype(name)) for name in COLUMNS}
     ids = arrays["ids"]
@@ -148,7 +146,8 @@ def build(groups: Sequence[Group], *, routed: tuple[int, int] | None = None) -> 
 
 COLUMNS = (
     *("ids", "loss_mask", "turn", "field", "rollout_logp", "version", "weight"),
-    *("turn_role", "turn_start", "turn_end", "turn_number", "turn_state_key", "turn_action_key", "turn_reward", "label"),
+    *("turn_role", "turn_start", "turn_end", "turn_number", "turn_reward", "turn_state_key", "turn_action_key"),
+    "label",
     *("session_kind", "session_parent", "sample", "reward", "success", "status"),
 )
 
@@ -236,8 +235,8 @@ def described_batches(max_groups: int = 4) -> SearchStrategy[list[Group]]:
 
 
 def split(groups: Sequence[Group], seed: int, *, into: str = "segments") -> list[Group]:
-    """The same turns with every segment cut in two at a random turn, the parts being ``segments`` of the session (the
-    second one repeating the first at mask 0, as the record does), ``pieces`` (without the repetition) or ``sessions``."""
+    """The same turns with every segment cut in two at a random turn. The parts become ``segments`` of the session (the
+    second repeating the first at mask 0, as the record does), ``pieces`` (without the repetition) or ``sessions``."""
     rng = np.random.default_rng(seed)
 
     def cut(segment: Segment) -> tuple[Segment, Segment] | tuple[Segment]:
@@ -259,7 +258,9 @@ def split(groups: Sequence[Group], seed: int, *, into: str = "segments") -> list
 
 def named(groups: Sequence[Group]) -> list[Group]:
     """The groups with every trajectory's name written out, so that it survives a permutation."""
-    return [tuple(replace(t, name=t.name or f"g{g}/s{s}") for s, t in enumerate(group)) for g, group in enumerate(groups)]
+    return [
+        tuple(replace(t, name=t.name or f"g{g}/s{s}") for s, t in enumerate(group)) for g, group in enumerate(groups)
+    ]
 
 
 def shuffled(groups: Sequence[Group], seed: int) -> list[Group]:

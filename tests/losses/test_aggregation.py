@@ -7,9 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.records import Group, Traj, build, described_batches, model, on_trained, random_groups, shuffled, single, split
 from megatron_ext.losses.aggregation import MODES, counted, denominators, token_weights, weights
 from megatron_ext.trajectory.record import Status, concat, select_groups
+from tests.helpers.records import (
+    Group,
+    Traj,
+    build,
+    described_batches,
+    model,
+    on_trained,
+    random_groups,
+    shuffled,
+    single,
+    split,
+)
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 

@@ -60,7 +60,7 @@ def run(term: LossTerm, inputs: LossInputs) -> tuple[float, torch.Tensor, dict[s
     out: LossOutput = term(replace(inputs, cur_logp=leaves[0], entropy=leaves[1]))
     out.loss.backward()
     grads = torch.cat([torch.zeros_like(x) if x.grad is None else x.grad for x in leaves])
-    return float(out.loss), grads, {k: (float(a), float(b)) for k, (a, b) in out.metrics.items()}
+    return float(out.loss.detach()), grads, {k: (float(a), float(b)) for k, (a, b) in out.metrics.items()}
 
 
 @every_term
@@ -198,7 +198,7 @@ def test_total_is_the_weighted_sum_of_the_terms() -> None:
     terms = {"policy": ClipLoss(), "kl": KLToReference(coefficient=0.1), "entropy": EntropyBonus(coefficient=0.01)}
     out = total_loss(terms, inputs)
     parts = {name: run(term, inputs)[0] for name, term in terms.items()}
-    assert float(out.loss) == pytest.approx(parts["policy"] + 0.1 * parts["kl"] + 0.01 * parts["entropy"])
+    assert float(out.loss.detach()) == pytest.approx(parts["policy"] + 0.1 * parts["kl"] + 0.01 * parts["entropy"])
     numerator, denominator = out.metrics["train/loss/kl"]
     assert float(numerator) == pytest.approx(parts["kl"])
     assert float(denominator) == pytest.approx(float(inputs.weight.sum()))
@@ -208,7 +208,7 @@ def test_total_is_the_weighted_sum_of_the_terms() -> None:
 def test_coefficient_zero_is_a_metric_without_gradient() -> None:
     inputs = inputs_of()
     out = total_loss({"policy": ClipLoss(), "kl": KLToReference(coefficient=0.0)}, inputs)
-    assert float(out.loss) == pytest.approx(run(ClipLoss(), inputs)[0])
+    assert float(out.loss.detach()) == pytest.approx(run(ClipLoss(), inputs)[0])
     assert float(out.metrics["policy/kl_ref"][0]) != 0
     out.loss.backward()
     torch.testing.assert_close(inputs.cur_logp.grad, run(ClipLoss(), inputs)[1][:40])

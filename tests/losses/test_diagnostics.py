@@ -15,7 +15,10 @@ def test_difference_reads_the_mask_alone_and_parts_add() -> None:
     mask = np.array([True, True, False, True])
     whole = train_rollout_difference(old, new, mask)
     assert (whole.mean, whole.maximum, whole.count) == (0.5, 1.0, 3)
-    assert train_rollout_difference(old[:2], new[:2], mask[:2]) + train_rollout_difference(old[2:], new[2:], mask[2:]) == whole
+    assert (
+        train_rollout_difference(old[:2], new[:2], mask[:2]) + train_rollout_difference(old[2:], new[2:], mask[2:])
+        == whole
+    )
     nothing = train_rollout_difference(old, new, np.zeros(4, dtype=bool))
     assert (nothing.mean, nothing.maximum, nothing.count) == (0.0, 0.0, 0)
     with pytest.raises(ValueError, match="token 2: log-probs nan"):

@@ -59,11 +59,12 @@ def test_half_precision_logits_are_computed_in_fp32() -> None:
 
 
 def test_extreme_logits_stay_finite() -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-3e38, 3e38, 0.0], [5.0, 5.0, 5.0]], requires_grad=True)
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e38, 1e38, 0.0], [5.0, 5.0, 5.0]], requires_grad=True)
     logp, entropy = token_logprob_entropy(logits, torch.tensor([0, 2, 1]), temperature=1.0)
-    assert logp[0] == 0 and logp[2] == pytest.approx(-1.0986123) and entropy[2] == pytest.approx(1.0986123)
-    (logp[::2].sum() + entropy[::2].sum()).backward()
-    assert torch.isfinite(logp).all() and torch.isfinite(logits.grad).all()
+    log3 = pytest.approx(1.0986123)
+    assert float(logp[0].detach()) == 0 and -float(logp[2].detach()) == log3 == float(entropy[2].detach())
+    (logp.sum() + entropy.sum()).backward()
+    assert torch.isfinite(logp).all() and torch.isfinite(entropy).all() and torch.isfinite(logits.grad).all()
 
 
 def test_entropy_as_a_metric_has_no_gradient() -> None:
@@ -96,7 +97,9 @@ def test_no_tokens() -> None:
         ((2, 4), [0, 1], {"vocab_size": 9}, "the logits have 4 columns"),
     ],
 )
-def test_bad_input_is_named(logits: tuple[int, int], targets: list[int], options: dict[str, float], message: str) -> None:
+def test_bad_input_is_named(
+    logits: tuple[int, int], targets: list[int], options: dict[str, float], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         token_logprob_entropy(torch.zeros(logits), torch.tensor(targets), **{"temperature": 1.0, **options})
 
@@ -131,7 +134,8 @@ def _rank(rank: int, world: int, init: str, v: int, out: str) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_vocabulary_split_over_ranks(world: int, tmp_path: Path) -> None:
     v = 16
-    mp.spawn(_rank, (world, f"file://{tmp_path}/rendezvous", v, str(tmp_path)), nprocs=world)
+    arguments = (world, f"file://{tmp_path}/rendezvous", v, str(tmp_path))
+    mp.start_processes(_rank, arguments, nprocs=world, start_method="fork")  # spawn would import torch in every rank
     ranks = [torch.load(tmp_path / f"{world}_{r}.pt") for r in range(world)]
     for index, vocab_size in enumerate((v, 9)):
         logits, targets = case(5, v)

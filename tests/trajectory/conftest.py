@@ -46,9 +46,7 @@ def _trajectory(rng: np.random.Generator, builder: TrajectoryBuilder, turns: int
 def random_batch() -> BatchMaker:
     """``make(seed, groups=2, samples=3, turns=6, routed=False)``."""
 
-    def make(
-        seed: int, groups: int = 2, samples: int = 3, turns: int = 6, routed: bool = False
-    ) -> TrajectoryBatch:
+    def make(seed: int, groups: int = 2, samples: int = 3, turns: int = 6, routed: bool = False) -> TrajectoryBatch:
         rng = np.random.default_rng(seed)
         batches = []
         for g in range(groups):

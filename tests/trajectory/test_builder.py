@@ -20,7 +20,9 @@ def two_turns(status: Status = Status.DONE, trained: bool = True) -> TrajectoryB
     b.add_context(s, [1])
     b.add_message(s, Role.SYSTEM, [10, 11], state_key=5)
     b.add_context(s, [2, 3])
-    first = b.add_model_turn(s, [20, 21, 22], [-1.0, -2.0, -3.0], versions(3), state_key=7, action_key=8, trained=trained)
+    first = b.add_model_turn(
+        s, [20, 21, 22], [-1.0, -2.0, -3.0], versions(3), state_key=7, action_key=8, trained=trained
+    )
     b.add_context(s, [4])
     b.add_message(s, Role.TOOL, [12])
     b.add_context(s, [2, 3])

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.records import Group, Traj, Turn, build, described_batches, model, random_batch, random_groups, single, user
 from megatron_ext.trajectory.record import (
     ARRAY_FIELDS,
     OFFSETS,
@@ -22,6 +21,18 @@ from megatron_ext.trajectory.record import (
     concat,
     equal,
     select_groups,
+)
+from tests.helpers.records import (
+    Group,
+    Traj,
+    Turn,
+    build,
+    described_batches,
+    model,
+    random_batch,
+    random_groups,
+    single,
+    user,
 )
 
 

@@ -142,9 +142,7 @@ def test_a_real_write_limit_is_a_store_error(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1000
 
 
-def test_sweep_removes_what_a_killed_writer_left(
-    tmp_path: Path, random_batch: Callable[..., TrajectoryBatch]
-) -> None:
+def test_sweep_removes_what_a_killed_writer_left(tmp_path: Path, random_batch: Callable[..., TrajectoryBatch]) -> None:
     store = TrajectoryStore(tmp_path)
     ref = store.write(random_batch(1))
     (tmp_path / ".writing-dead").write_bytes(b"half")

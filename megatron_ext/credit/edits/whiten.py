@@ -39,9 +39,7 @@ class Whiten:
 
     @property
     def traits(self) -> EditTraits:
-        return EditTraits(
-            slot=Slot.ADVANTAGE, scale=Scale.SETS, breaks=frozenset("ef") if self.center else frozenset()
-        )
+        return EditTraits(slot=Slot.ADVANTAGE, scale=Scale.SETS, breaks=frozenset("ef") if self.center else frozenset())
 
     def requests(self, view: CreditView) -> Sequence[ScoreRequest]:
         return ()

@@ -126,7 +126,10 @@ class Prefill:
         values.view(-1, width).index_copy_(0, self._write, v.reshape(-1, width))
         part = slice(self._first * g.kv_heads, (self._first + self._batch) * g.kv_heads)
         shape = (self._batch, g.kv_heads, self._span, width)
-        keys, values = keys[part, : self._span].unflatten(0, shape[:2]), values[part, : self._span].unflatten(0, shape[:2])
+        keys, values = (
+            keys[part, : self._span].unflatten(0, shape[:2]),
+            values[part, : self._span].unflatten(0, shape[:2]),
+        )
         tokens = len(q)
         if self._spread is not None:
             spread = q.new_zeros(self._batch * self._steps, g.heads, width)

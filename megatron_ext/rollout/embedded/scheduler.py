@@ -55,11 +55,11 @@ class Job:
 class Scheduler:
     """Runs requests of several owners (clients) on one model. Single-threaded: its caller serialises the calls."""
 
-    def __init__(self, config: HFConfig, max_context: int, slots: int, device: torch.device) -> None:
+    def __init__(self, config: HFConfig, max_context: int, slots: int, device: torch.device, threads: int) -> None:
         self.config, self.max_context, self.device = config, max_context, device
         self.version = -1
         self.asleep = False
-        self._count = slots
+        self._count, self._threads = slots, threads
         self._decoder: Decoder | None = None
         self._slots = Slots(config, slots, max_context, device)
         self._waiting: deque[Job] = deque()
@@ -123,7 +123,7 @@ class Scheduler:
         if version < max(self.version, 0):
             raise EngineError(f"publish: version {version} is older than the version {self.version} being served")
         if self._decoder is None:
-            self._decoder = Decoder(self.config, weights, self.max_context, self.device)
+            self._decoder = Decoder(self.config, weights, self.max_context, self.device, self._threads)
         self._decoder.weights = weights
         self.version = version
         for seat in list(self._idle):
@@ -276,7 +276,9 @@ class Scheduler:
         seats, start = seats[:rows].copy(), start[:rows]
         slots.cache.ensure(int((start + counts).max()))
         plan = Prefill(slots.cache, slots.ready, start.tolist(), counts.tolist())
-        ids = torch.from_numpy(np.concatenate([slots.tokens[s, a : a + c] for s, a, c in zip(seats, start, counts, strict=True)]))
+        ids = torch.from_numpy(
+            np.concatenate([slots.tokens[s, a : a + c] for s, a, c in zip(seats, start, counts, strict=True)])
+        )
         record = bool(slots.record[seats].any())
         last = torch.from_numpy(counts.cumsum() - 1).to(self.device)
         logits, experts = self._decoder.forward(ids.to(self.device), plan, last, record)

@@ -1,0 +1,50 @@
+"""Entry point of the engine process: ``python -m megatron_ext.rollout.embedded.process``, settings as JSON on stdin.
+
+Invariants (``tests/rollout/test_embedded_process.py``):
+
+1. The process dies with the one that started it, also when that one is killed with SIGKILL: the kernel is asked for it
+   before anything slow is imported.
+2. Ctrl-C in the trainer's terminal does not reach the engine; the trainer closes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel (prctl 2) to kill this process when the thread that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the request was made
+        sys.exit("embedded engine: the process that started it is gone")
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc reuse activation buffers instead of returning them to the kernel and faulting them in again."""
+    mallopt = ctypes.CDLL(None).mallopt
+    for parameter, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20)):
+        mallopt(parameter, value)
+
+
+def main() -> None:
+    settings = json.load(sys.stdin)
+    die_with_parent(settings.pop("parent"))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the trainer asks a silent engine where it is
+    keep_freed_memory()
+    from megatron_ext.rollout.embedded.server import serve
+
+    serve(**settings)
+
+
+if __name__ == "__main__":
+    main()

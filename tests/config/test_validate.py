@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from megatron_ext.config.schema import Config, ModelConfig, RunConfig, TasksConfig
+from megatron_ext.config.validate import AT_LEAST, CHOICES, problems
+
+HERE = "tests.helpers.plug_points"
+HF: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 2048,
+}
+
+
+def config(**overrides: Any) -> Config:
+    """A good configuration with values changed; a double underscore stands for a dot."""
+    cfg = Config(
+        recipe="alpha",
+        run=RunConfig(name="x"),
+        model=ModelConfig(hf_config="x"),
+        tasks=TasksConfig(environment="game"),
+        environments={"game": {"_target_": f"{HERE}.Game", "level": 1}},
+    )
+    for path, value in overrides.items():
+        at: Any = cfg
+        *above, last = path.split("__")
+        for part in above:
+            at = getattr(at, part)
+        setattr(at, last, value)
+    return cfg
+
+
+def test_a_good_configuration_has_no_problem() -> None:
+    assert problems(config(), HF) == []
+    assert problems(config(), None) == []
+    layout = {"parallel__tensor": 2, "parallel__sequence": True, "parallel__pipeline": 2, "parallel__expert": 4}
+    assert problems(config(**layout), HF, world_size=8) == []
+
+
+BAD: list[tuple[dict[str, Any], int, list[str]]] = [
+    ({"parallel__tensor": 3, "parallel__sequence": True}, 3, ["8 attention heads", "4 key-value groups"]),
+    ({"parallel__tensor": 8, "parallel__sequence": True}, 8, ["4 key-value groups"]),
+    ({"parallel__expert": 3}, 3, ["8 experts", "data-parallel ranks"]),
+    ({"parallel__expert_tensor": 5}, 5, ["64 columns of an expert", "data-parallel ranks"]),
+    ({"parallel__pipeline": 3}, 3, ["4 layers"]),
+    ({"parallel__pipeline": 2, "parallel__virtual_pipeline": 4}, 2, ["2 x 4 = 8", "4 layers"]),
+    ({"parallel__virtual_pipeline": 2}, 1, ["virtual_pipeline=2", "pipeline above 1"]),
+    ({"parallel__tensor": 2}, 2, ["parallel.sequence=true"]),
+    ({"parallel__sequence": True}, 1, ["parallel.sequence=true", "tensor above 1"]),
+    ({"parallel__tensor": 2, "parallel__sequence": True}, 3, ["does not divide the 3 training ranks"]),
+    ({"parallel__expert": 4}, 2, ["expert", "does not divide the 2 training ranks"]),
+    ({"parallel__context": 2, "model__max_context": 510}, 2, ["multiple of 2 x parallel.context = 4"]),
+    ({"batch__trajectories_per_task": 1}, 1, ["trajectories_per_task=1", "at least 2"]),
+    ({"batch__optimizer_steps_per_batch": 3}, 1, ["16 x 8 = 128", "optimizer_steps_per_batch=3"]),
+    ({}, 5, ["128", "5 data-parallel ranks"]),
+    ({"tasks__train_tasks": 3}, 1, ["shorter than a step"]),
+    ({"batch__tokens_per_microbatch": 100}, 1, ["tokens_per_microbatch=100", "512 tokens"]),
+    ({"rollout__max_new_tokens": 512}, 1, ["max_new_tokens=512", "max_context=512"]),
+    ({"rollout__temperature": 0.0}, 1, ["temperature=0.0", "above 0"]),
+    ({"rollout__temperature": float("nan")}, 1, ["temperature=nan"]),
+    ({"rollout__top_p": 0.0}, 1, ["top_p"]),
+    ({"credit__filter__draw_limit": 0.5}, 1, ["draw_limit=0.5"]),
+    ({"credit__std_ddof": 2}, 1, ["std_ddof=2"]),
+    ({"tokenizer__vocab_size": 4096}, 1, ["vocab_size=4096", "2048"]),
+    ({"tokenizer__vocab_size": 200}, 1, ["vocab_size=200"]),
+    ({"run__steps": -1}, 1, ["run.steps=-1"]),
+    ({"model__max_context": 4096, "batch__tokens_per_microbatch": 4096}, 1, ["2048 positions"]),
+    ({"optimizer__schedule": "step"}, 1, ["optimizer.schedule=step", "constant, cosine, linear"]),
+    ({"loss__aggregation": "mean"}, 1, ["token_mean, row_mean, trajectory_mean, prompt_mean"]),
+    ({"optimizer__beta2": 1.0}, 1, ["optimizer.beta2=1.0"]),
+    ({"optimizer__lr": 0.0}, 1, ["optimizer.lr=0.0"]),
+    ({"environments": {}}, 1, ["environments: none"]),
+    ({"tasks__environment": "gmae"}, 1, ["tasks.environment=gmae", "game"]),
+    ({"rewards": {}}, 1, ["rewards: none"]),
+    ({"loss__terms": {}}, 1, ["loss.terms: none"]),
+    ({"tasks__test_tasks": 0}, 1, ["tasks.test_tasks=0"]),
+    ({"tasks__dev_tasks": 0, "evaluation__every": 5}, 1, ["tasks.dev_tasks=0"]),
+    ({"warm_start__enabled": True, "tasks__dev_tasks": 10}, 1, ["gate_tasks=64"]),
+    ({"warm_start__enabled": True, "warm_start__max_epochs": 0.5}, 1, ["max_epochs=0.5"]),
+    (
+        {"credit__edits": {"a": {"_target_": f"{HERE}.Whitening"}, "b": {"_target_": f"{HERE}.Whitening"}}},
+        1,
+        ["a and b each set the scale"],
+    ),
+    (
+        {"model__router": {"_target_": f"{HERE}.ClosedRouter"}, "model__aux_loss_coefficient": 0.01},
+        1,
+        ["aux_loss_coefficient=0.01", "ClosedRouter"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world", "words"), BAD)
+def test_an_impossible_combination_is_one_line(overrides: dict[str, Any], world: int, words: list[str]) -> None:
+    found = problems(config(**overrides), HF, world)
+    assert found and all("\n" not in line for line in found)
+    for word in words:
+        assert word in "\n".join(found)
+
+
+def test_single_mistakes_are_not_reported_twice() -> None:
+    once = [case for case in BAD if len(case[0]) <= 1 and case[1] == 1]
+    assert [c[0] for c in once if len(problems(config(**c[0]), HF, 1)) != 1] == []
+
+
+def test_all_problems_come_at_once() -> None:
+    wrong = {"rollout__temperature": 0.0, "optimizer__name": "lion", "tasks__train_tasks": 3, "run__steps": -4}
+    assert len(problems(config(**wrong), HF)) == 4
+
+
+def test_one_edit_may_set_the_scale() -> None:
+    edits = {"a": {"_target_": f"{HERE}.Whitening", "order": 2}, "b": {"_target_": f"{HERE}.Keeping"}}
+    assert problems(config(credit__edits=edits), HF) == []
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    dense = {key: value for key, value in HF.items() if key not in ("num_experts", "moe_intermediate_size")}
+    dense["intermediate_size"] = 256
+    assert problems(config(), dense) == []
+    assert problems(config(parallel__tensor=2), dense, 2) == []  # sequence parallelism is the experts' demand
+    assert "no experts" in problems(config(parallel__expert=2), dense, 2)[0]
+    assert "no experts" in problems(config(model__aux_loss_coefficient=0.1), dense)[0]
+
+
+def test_judging_changes_nothing() -> None:
+    cfg, hf = config(run__steps=-1), dict(HF)
+    before = copy.deepcopy(cfg)
+    problems(cfg, hf)
+    assert cfg == before and hf == HF
+
+
+def test_the_tables_name_keys_of_the_schema() -> None:
+    schema = OmegaConf.structured(Config)
+    for path in [*CHOICES, *AT_LEAST]:
+        assert OmegaConf.select(schema, path, throw_on_missing=False) is not None
+    for path, allowed in CHOICES.items():
+        assert OmegaConf.select(schema, path) in allowed

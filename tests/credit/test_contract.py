@@ -1,0 +1,143 @@
+"""Every registered credit edit against the contract of ``credit/protocol.py``; and the contract against bad edits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megatron_ext.credit.base import trained_tokens
+from megatron_ext.credit.edits.length_penalty import LengthPenalty
+from megatron_ext.credit.edits.whiten import Whiten
+from megatron_ext.credit.protocol import CreditView, EditTraits, ScoreRequest, Stat
+from tests.helpers.credit_contract import MakeEdit, advantage, check_contract, check_ranks
+from tests.helpers.records import Group, Traj, build, model, random_groups, single, user
+
+EDITS: Mapping[str, MakeEdit] = {
+    "whiten_tokens": lambda: Whiten(over="tokens"),
+    "whiten_tokens_centred": lambda: Whiten(over="tokens", center=True),
+    "whiten_trajectories": lambda: Whiten(over="trajectories"),
+    "whiten_trajectories_centred": lambda: Whiten(over="trajectories", center=True),
+    "length_tokens": lambda: LengthPenalty(coefficient=0.5, free=3, limit=12),
+    "length_turns": lambda: LengthPenalty(coefficient=0.5, free=1, limit=6, unit="turns", successes_only=True),
+}
+every_edit = pytest.mark.parametrize("make", EDITS.values(), ids=EDITS.keys())
+
+
+@every_edit
+@pytest.mark.parametrize("seed", range(4))
+def test_contract(make: MakeEdit, seed: int) -> None:
+    check_contract(make, random_groups(seed, groups=5), seed=seed)
+
+
+@every_edit
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_split_over_ranks(make: MakeEdit, ranks: int) -> None:
+    check_ranks(make, random_groups(7, groups=6), ranks)
+    check_ranks(make, random_groups(8, groups=2), ranks)  # fewer groups than ranks: some hold nothing
+
+
+@every_edit
+def test_state_round_trip(make: MakeEdit) -> None:
+    batch = build(random_groups(3))
+    one, other = make(), make()
+    other.load_state_dict(one.state_dict())
+    assert np.array_equal(advantage(lambda: one, batch).advantage, advantage(lambda: other, batch).advantage)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """An advantage-side edit that does as told and declares ``traits``."""
+
+    kind: str
+    traits: EditTraits = EditTraits()
+
+    def requests(self, view: CreditView) -> Sequence[ScoreRequest]:
+        return ()
+
+    def local_stats(self, view: CreditView) -> Mapping[str, Stat]:
+        return {}
+
+    def apply(self, view: CreditView, reduced: Mapping[str, NDArray[Any]]) -> CreditView:
+        batch, trained = view.batch, trained_tokens(view.batch)
+        if self.kind == "constant":  # breaks e and f
+            changed = view.advantage + 1.0
+        elif self.kind == "per_segment":  # breaks b
+            changed = view.advantage * (1 + batch.token_segment() - batch.token_segment().min())
+        elif self.kind == "first":  # breaks d
+            changed = view.advantage * np.linspace(1.0, 2.0, batch.num_trajectories)[batch.token_trajectory()]
+        else:  # local: a mean over what this rank holds, without a reduction
+            changed = view.advantage / max(np.abs(view.advantage).sum(), 1e-9)
+        return replace(view, advantage=np.where(trained, changed, 0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """No state."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "breaks", "message"),
+    [
+        ("constant", "", "invariant e"),
+        ("constant", "e", "invariant f"),
+        ("per_segment", "d", "b: cut"),
+        ("first", "", "d: "),
+    ],
+)
+def test_the_contract_catches_an_undeclared_break(kind: str, breaks: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_contract(lambda: Bad(kind, EditTraits(breaks=frozenset(breaks))), random_groups(1, groups=5))
+
+
+def test_the_contract_catches_a_statistic_that_was_not_reduced() -> None:
+    check_ranks(lambda: Bad("local"), random_groups(1, groups=5), 1)
+    with pytest.raises(AssertionError, match="2 ranks"):
+        check_ranks(lambda: Bad("local"), random_groups(1, groups=5), 2)
+
+
+def three(rewards: tuple[float, ...], sizes: tuple[int, ...]) -> Group:
+    def one(reward: float, size: int) -> Traj:
+        return single([user([1]), model(range(size))], reward=reward, success=reward > 0)
+
+    return tuple(one(r, n) for r, n in zip(rewards, sizes, strict=True))
+
+
+def test_whitening_numbers() -> None:
+    batch = build([three((0.0, 1.0), (1, 3)), three((0.0, 0.0, 1.0), (2, 2, 3))])
+    trained = trained_tokens(batch)
+    got = advantage(lambda: Whiten(), batch).advantage[trained]
+    assert np.sqrt(np.mean(got**2)) == pytest.approx(1.0)
+    got = advantage(lambda: Whiten(center=True), batch).advantage[trained]
+    assert (got.mean(), got.std()) == (pytest.approx(0.0, abs=1e-12), pytest.approx(1.0))
+    got = advantage(lambda: Whiten(over="trajectories"), batch).advantage[trained]
+    firsts = got[[0, 1, 4, 6, 8]]
+    assert np.mean(firsts**2) == pytest.approx(1.0) and np.mean(got**2) != pytest.approx(1.0)
+    with pytest.raises(ValueError, match="over 'rows'"):
+        Whiten(over="rows")
+
+
+@pytest.mark.parametrize("center", [True, False])
+def test_whitening_no_signal_gives_zeros(center: bool) -> None:
+    batch = build([three((1.0, 1.0), (1, 3))])
+    assert not advantage(lambda: Whiten(center=center), batch).advantage.any()
+    nothing = build([(single([model([1], mask=False)]),)])
+    assert not advantage(lambda: Whiten(center=center), nothing).advantage.any()
+
+
+def test_length_penalty_numbers() -> None:
+    batch = build([three((1.0, 1.0, 1.0, 0.0), (2, 4, 10, 10))])
+    view = advantage(lambda: LengthPenalty(coefficient=0.4, free=2, limit=6), batch)
+    np.testing.assert_allclose(view.reward, [1.0, 0.8, 0.6, -0.4])
+    view = advantage(lambda: LengthPenalty(coefficient=0.4, free=2, limit=6, successes_only=True), batch)
+    np.testing.assert_allclose(view.reward, [1.0, 0.8, 0.6, 0.0])
+    view = advantage(lambda: LengthPenalty(coefficient=0.4, free=0, limit=2, unit="turns"), batch)
+    np.testing.assert_allclose(view.reward, [0.8, 0.8, 0.8, -0.2])
+    for options, message in (({"unit": "words"}, "unit 'words'"), ({"free": 9}, "need 0 <= free < limit")):
+        with pytest.raises(ValueError, match=message):
+            LengthPenalty(**{"coefficient": 1.0, "free": 0, "limit": 6, **options})
