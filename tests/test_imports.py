@@ -28,10 +28,10 @@ def imported(source: str, package: str = "") -> Iterator[tuple[str, bool]]:
             module = ".".join([*parents, *([node.module] if node.module else [])])
             yield from ((f"{module}.{alias.name}", runs) for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for child in node.body:
-                yield from visit(child, False)
-            for child in node.orelse:
-                yield from visit(child, runs)
+            for statement in node.body:
+                yield from visit(statement, False)
+            for statement in node.orelse:
+                yield from visit(statement, runs)
         else:
             inner = runs and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             for child in ast.iter_child_nodes(node):

@@ -91,7 +91,8 @@ def _entries(value: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _method(value: Any, path: str) -> Iterator[str]:
-    for key in keys.walk(type(value)):
+    schema: type = type(value)
+    for key in keys.walk(schema):
         if key.kind is Kind.SECTION:
             continue
         yield f"        {path}.{key.path}: {key.type_name} = {_show(_value(value, key.path))}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,14 +45,19 @@ def _type_name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
 
 
-def walk(schema: type, prefix: str = "") -> Iterator[Key]:
+@functools.cache
+def walk(schema: type) -> tuple[Key, ...]:
     """Sections and keys of dataclass ``schema``, depth first."""
+    return tuple(_walk(schema, ""))
+
+
+def _walk(schema: type, prefix: str) -> Iterator[Key]:
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         hint, path = hints[field.name], f"{prefix}{field.name}"
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             yield Key(path, Kind.SECTION, hint.__name__, field.metadata.get("help", ""), schema, field.name)
-            yield from walk(hint, f"{path}.")
+            yield from _walk(hint, f"{path}.")
             continue
         kind = Kind.MAP if typing.get_origin(hint) is dict else Kind.ANY if hint is Any else Kind.VALUE
         yield Key(path, kind, _type_name(hint), field.metadata.get("help", ""), schema, field.name)

@@ -19,7 +19,9 @@ twc            none: follows the game's own solver, with random valid commands a
 Invariants (``tests/environments/test_textworld.py``):
 
 1. With ``mistake_rate`` 0 the scripts solve their games (``cookingworld`` in one room, ``coin`` without doors).
-2. A script decides from the episode alone and keeps no state: the same view and generator give the same action.
+2. A script decides from the episode alone and keeps no state: the same view and generator give the same action. (Not
+   where the game's own solver is followed through several rooms, in ``twc`` and in ``coin`` with doors: it walks at
+   random.)
 """
 
 from __future__ import annotations

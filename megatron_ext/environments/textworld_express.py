@@ -4,7 +4,8 @@ Invariants (``tests/environments/test_textworld.py`` and ``test_contract.py``):
 
 1. The rewards of an episode sum to its final score; a failed episode has score 0.
 2. Splits differ in seeds, in the game's own fold of names, in layout (fingerprint: first observation and gold path,
-   with names reduced to their order of appearance) and, when renaming is on, in adjective-noun pairs.
+   with names reduced to their order of appearance; the first observation alone in coin and twc, whose solver walks at
+   random) and, when renaming is on, in adjective-noun pairs.
 3. The agent sees text only: valid commands are not listed, an unknown one is answered by the game's message and costs
    a turn.
 4. Two states of one game with the same surroundings, inventory, score and changed rooms have the same hash, whatever
@@ -36,7 +37,7 @@ from typing import Any
 
 from megatron_ext.environments.protocol import Action, EnvironmentEnded, Observation, ToolSpec, stable_hash
 from megatron_ext.environments.splits import SplitScan, check_split
-from megatron_ext.environments.textworld_experts import EpisodeView, expert_for
+from megatron_ext.environments.textworld_experts import EpisodeView, expert_for, explore
 from megatron_ext.environments.textworld_jvm import Game, GameState, shared_machine
 from megatron_ext.environments.textworld_names import RENAMED_GAMES, NamePairs, Renaming, renamed_things, task_renaming
 from megatron_ext.trajectory.task import Task
@@ -44,6 +45,9 @@ from megatron_ext.trajectory.task import Task
 # Share of the script's mistakes that are commands the game does not know: their message must occur in demonstrations,
 # or the first bad command of a trained model derails the rest of its episode.
 INVALID_SHARE = 0.08
+# Games whose solver walks at random: its path is not a function of the seed.
+_RANDOM_SOLVER = ("coin", "twc")
+_WALK = 60  # steps that a depth-first walk through the largest map takes at most
 _ROOM = re.compile(r"^You are in the (.+?)\.")
 
 
@@ -232,6 +236,9 @@ class TextWorldExpress:
         """Fingerprint of a task, its identity with names, and whether the names tell its things apart."""
         game = self._solving_game()
         state = game.start(seed, check_split(split), gold=True)
+        if self._game_name in _RANDOM_SOLVER:
+            fingerprint = stable_hash(self._game_name, self._parameters, state.observation)
+            return fingerprint, stable_hash(fingerprint, *_rooms_seen(game, state)), True
         path = game.gold_path()
         # Only mapreader's description differs between tasks; asking for it costs a call.
         description = game.description() if self._game_name == "mapreader" else ""
@@ -263,3 +270,15 @@ class TextWorldExpress:
             game.start(episode.seed, episode.split, gold=True)
             episode.gold = game.gold_path()
         return episode.gold
+
+
+def _rooms_seen(game: Game, state: GameState) -> list[str]:
+    """What a depth-first walk through open exits shows, sorted: tells games apart that begin alike."""
+    first, history = state.observation, list[tuple[str, str]]()
+    for _ in range(_WALK):
+        command = explore(EpisodeView(first, state, history, tuple, str))
+        if command is None:
+            break
+        state = game.step(command)
+        history.append((command, state.observation))
+    return sorted({first, *(text for _, text in history)})

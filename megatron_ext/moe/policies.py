@@ -18,7 +18,9 @@ _NO_AUXILIARY_LOSS: dict[str, Any] = {"moe_z_loss_coeff": None}
 def router_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors (weights and expert biases) of every router."""
     for number, chunk in enumerate(chunks):
-        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+        # Of a router's buffers only the bias decides; the others count tokens and change with every forward.
+        biases = [(name, tensor) for name, tensor in chunk.named_buffers() if name.endswith(".expert_bias")]
+        for name, tensor in [*chunk.named_parameters(), *biases]:
             if ".router." in name:
                 yield f"{number}:{name}", tensor
 

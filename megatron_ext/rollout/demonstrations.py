@@ -38,14 +38,15 @@ def demonstration_batch(
         for action, observation in demo.steps:
             encoded = [(m.role, codec.message(m)) for m in messages]
             prompt, turn = codec.generation_prompt(), codec.encode_turn(harness.render(action))
-            size = sum(len(ids) for _, ids in encoded) + len(prompt) + len(turn)
+            closing = codec.close_turn(turn)
+            size = sum(len(ids) for _, ids in encoded) + len(prompt) + len(turn) + len(closing)
             if builder.num_tokens + size > max_context:
                 break
             for role, ids in encoded:
                 builder.add_message(session, role, ids)
             builder.add_context(session, prompt)
             builder.add_model_turn(session, turn, [0.0] * len(turn), [0] * len(turn))
-            builder.add_context(session, codec.close_turn(turn))
+            builder.add_context(session, closing)
             messages = list(harness.reply(observation))
             turns += 1
         if not turns:

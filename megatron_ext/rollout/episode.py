@@ -4,13 +4,17 @@ Invariants (``tests/rollout/test_episode.py``):
 
 1. Token-in/token-out: the prompt of every call is the recorded ids of the session; sampled ids are appended as they came.
 2. An episode waits for exactly one thing at a time: its environment or its engine.
-3. Whatever goes wrong in an environment ends the episode with a status that masks and counts it; nothing is punished.
-4. The sampling seed depends only on (run seed, group, sample); the engine adds the position.
+3. Whatever goes wrong in an environment or a reward ends the episode with a status that masks and counts it; nothing is
+   punished.
+4. No trajectory is longer than ``max_context``: what would not fit, with room to answer it, ends the episode unrecorded.
+5. The sampling seed depends only on (run seed, group, sample); the engine adds the position.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +26,7 @@ from megatron_ext.rewards.compose import RewardSet
 from megatron_ext.rewards.protocol import Episode, EpisodeStep
 from megatron_ext.rollout.engine import FinishReason, GenerateRequest, GenerateResult, SamplingParams
 from megatron_ext.trajectory.builder import FinishedTrajectory, TrajectoryBuilder
-from megatron_ext.trajectory.record import Role, Status
+from megatron_ext.trajectory.record import Status
 from megatron_ext.trajectory.task import Task
 
 
@@ -104,14 +108,14 @@ class EpisodeRun:
         self.first = observation
         self.state_key = key_of(state_hash)
         self.builder.add_context(self.session, self.codec.opening())
-        for message in self.harness.opening(self.task, observation, self.tools):
-            self._message(message.role, message.content)
-        return self._next_call()
+        return self._next_call(self.harness.opening(self.task, observation, self.tools))
 
     def on_step(self, observation: Observation, state_hash: str) -> GenerateRequest | None:
         """The environment answered an action; returns the next engine request, or None when the episode ended."""
         text, action = self.pending
         self.steps.append(EpisodeStep(text, action, observation))
+        if not math.isfinite(observation.reward):
+            return self._finish(Status.REWARD_INVALID, reward_problem=self._not_finite(observation.reward))
         self.builder.set_turn_reward(self.model_turn, observation.reward)
         self.invalid_actions += not observation.valid
         self.state_key = key_of(state_hash)
@@ -119,12 +123,10 @@ class EpisodeRun:
             return self._finish(Status.DONE)
         if self.turns >= self.limits.max_turns:
             return self._finish(Status.MAX_TURNS)
-        for message in self.harness.reply(observation):
-            self._message(message.role, message.content)
-        return self._next_call()
+        return self._next_call(self.harness.reply(observation))
 
     def on_environment_failure(self, kind: str, error: str) -> None:
-        self._finish(Status.ENV_DEADLINE if kind == "deadline" else Status.ENV_ERROR, problem=error)
+        self._finish(Status.ENV_DEADLINE if kind == "deadline" else Status.ENV_ERROR, env_problem=error)
 
     # -- engine ---------------------------------------------------------------------------------------------------
     def on_tokens(self, result: GenerateResult) -> Action | GenerateRequest | None:
@@ -155,22 +157,22 @@ class EpisodeRun:
         self.steps.append(EpisodeStep(text, None, observation))
         if self.turns >= self.limits.max_turns:
             return self._finish(Status.MAX_TURNS)
-        for message in self.harness.malformed(parsed.error):
-            self._message(message.role, message.content)
-        return self._next_call()
+        return self._next_call(self.harness.malformed(parsed.error))
 
     # -- inside ---------------------------------------------------------------------------------------------------
-    def _message(self, role: Role, content: str) -> None:
-        self.builder.add_message(
-            self.session, role, self.codec.message(Message(role, content)), state_key=self.state_key
-        )
-
-    def _next_call(self) -> GenerateRequest | None:
-        self.builder.add_context(self.session, self.codec.generation_prompt())
-        prompt = self.builder.prompt_ids(self.session)
-        room = self.limits.max_context - len(prompt)
+    def _next_call(self, messages: Sequence[Message]) -> GenerateRequest | None:
+        """Records the messages and asks the engine to answer them, if they fit with an answer of one token."""
+        encoded = [(message.role, self.codec.message(message)) for message in messages]
+        opener = self.codec.generation_prompt()
+        # What stands after a turn that was cut off needs room too.
+        taken = self.builder.num_tokens + len(opener) + len(self.codec.close_turn([]))
+        room = self.limits.max_context - taken - sum(len(ids) for _, ids in encoded)
         if room < 1:
             return self._finish(Status.MAX_CONTEXT)
+        for role, ids in encoded:
+            self.builder.add_message(self.session, role, ids, state_key=self.state_key)
+        self.builder.add_context(self.session, opener)
+        prompt = self.builder.prompt_ids(self.session)
         s = self.sampling
         return GenerateRequest(
             request_id=f"{self.episode_id}#{self.turns}",
@@ -187,8 +189,11 @@ class EpisodeRun:
             return_routed=s.record_routing,
         )
 
-    def _finish(self, status: Status, problem: str = "") -> None:
-        reward, parts, success, reward_problem = 0.0, {}, False, ""
+    def _not_finite(self, reward: float) -> str:
+        return f"environment {self.task.environment!r}, task {self.task.task_id!r}: step reward {reward} is not finite"
+
+    def _finish(self, status: Status, *, env_problem: str = "", reward_problem: str = "") -> None:
+        reward, parts, success = 0.0, {}, False
         if status.trainable and self.first is not None:
             result = self.rewards(Episode(self.task, self.first, tuple(self.steps), status))
             if result.valid:
@@ -196,5 +201,5 @@ class EpisodeRun:
                 success = bool(self.steps and self.steps[-1].observation.success)
             else:
                 status, reward_problem = Status.REWARD_INVALID, result.problem
-        self.counts = EpisodeCounts(self.malformed, self.invalid_actions, reward_problem, problem)
+        self.counts = EpisodeCounts(self.malformed, self.invalid_actions, reward_problem, env_problem)
         self.finished = self.builder.finish(reward, parts, success, status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -12,7 +13,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies, so that ``kill -9`` of a trainer leaves no orphan.
+    """Asks the kernel to kill this process (made by ``multiprocessing``) when its parent dies, so that ``kill -9`` of a
+    trainer leaves no orphan.
 
     Linux only; elsewhere a child notices the closed pipe instead. Ctrl-C in a terminal reaches the whole process group:
     children ignore it, since the trainer decides when and how to stop them.
@@ -22,7 +24,8 @@ def die_with_parent() -> None:
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() == 1:  # the parent died before the call
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it died before the call
         raise SystemExit(1)
 
 

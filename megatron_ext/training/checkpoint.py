@@ -41,7 +41,7 @@ def list_checkpoints(root: Path) -> list[CheckpointInfo]:
     found = []
     for folder in sorted(root.glob("step_*")) if root.exists() else []:
         if folder.is_dir() and folder.suffix != ".tmp" and (folder / MARK).exists():
-            meta = _read_json(folder / MARK)
+            meta = _read_mark(folder)
             found.append(CheckpointInfo(folder, int(meta["step"]), str(meta["recipe"])))
     return sorted(found, key=lambda c: c.step)
 
@@ -63,10 +63,13 @@ def save(root: Path, step: int, recipe: str, trainer: Trainer, states: Mapping[s
         )
         (temporary / MARK).write_text(json.dumps({"step": step, "recipe": recipe, "world": trainer.context.world_size}))
         _sync(temporary)
-        if final.exists():
-            shutil.rmtree(final)
+        replaced = root / f"step_{step}.old.tmp"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():  # saved before (a periodic save, then an interrupt); moved aside until the new one stands
+            final.rename(replaced)
         temporary.rename(final)
         _sync_folder(root)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, RuntimeError) as error:
         # torch reports a full disk as RuntimeError from its zip writer.
         shutil.rmtree(temporary, ignore_errors=True)
@@ -85,7 +88,7 @@ def load(info: CheckpointInfo, recipe: str, trainer: Trainer) -> dict[str, Any]:
             f"{info.folder} belongs to recipe {info.recipe!r}, this run is {recipe!r}: choose another run.name"
         )
     path = info.folder / f"rank_{trainer.context.rank}.pt"
-    world = int(_read_json(info.folder / MARK)["world"])
+    world = int(_read_mark(info.folder)["world"])
     if world != trainer.context.world_size:
         raise CheckpointError(f"{info.folder} was written by {world} ranks, this run has {trainer.context.world_size}")
     payload = read_payload(path)
@@ -148,13 +151,15 @@ def _load_local(chunk: torch.nn.Module, state: Mapping[str, torch.Tensor], where
             value.copy_(state[name])
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_mark(folder: Path) -> dict[str, Any]:
+    path = folder / MARK
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"{path} is unreadable ({error}): remove {path.parent} and continue from an older step"
-        ) from error
+        mark = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is unreadable ({error}): remove {folder} and continue from an older step") from error
+    if not isinstance(mark, dict) or not {"step", "recipe", "world"} <= mark.keys():
+        raise CheckpointError(f"{path} lacks step, recipe or world: remove {folder} and continue from an older step")
+    return mark
 
 
 def _sync(folder: Path) -> None:

@@ -66,7 +66,6 @@ class Collector:
     def collect(self, step: int) -> StepGroups:
         """The groups of the step after ``step`` finished ones. Draws tasks until the step is full or the limit reached."""
         state = self._coordinator.state
-        drawn_before = state.draws_at(step)
         while True:
             metas = self._ready(step)
             counts = state.counts()
@@ -75,7 +74,7 @@ class Collector:
                 tasks_per_step=self._config.batch.tasks_per_step,
                 filters=self._config.credit.filter,
                 own_signal=self._own_signal,
-                draws_so_far=state.draws - drawn_before,
+                draws_so_far=counts.draws - counts.consumed - counts.filtered,
                 in_flight=counts.queued + counts.leased,
                 ranks=1,
             )

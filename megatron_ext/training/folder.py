@@ -33,6 +33,8 @@ MAY_CHANGE = (
     "evaluation",
 )
 
+_LOCK, _UNFINISHED = ".lock", ".config.yaml.tmp"
+
 
 class FolderError(RuntimeError):
     """A run folder that cannot be used; the message says why and what to change."""
@@ -77,29 +79,43 @@ def open_folder(config: Config) -> RunFolder:
     path = Path(config.run.root) / config.run.name
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("a+")
+        lock = (path / _LOCK).open("a+")
     except OSError as error:
         raise FolderError(f"run folder {path} is not writable ({error.strerror}): set run.root or run.name") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.seek(0)
+        holder = lock.read().strip() or "?"
+        lock.close()
         raise FolderError(
-            f"run folder {path} is in use by process {lock.read().strip() or '?'}: wait for it, or set another run.name"
+            f"run folder {path} is in use by process {holder}: wait for it, or set another run.name"
         ) from error
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    saved = path / "config.yaml"
+    try:
+        return _claim(config, RunFolder(path, lock))
+    except BaseException:
+        lock.close()  # a refused folder is free for the next one at once
+        raise
+
+
+def _claim(config: Config, folder: RunFolder) -> RunFolder:
+    """Checks the locked folder, then writes what it says about itself, ``config.yaml`` first and whole."""
+    path, saved, unfinished = folder.path, folder.path / "config.yaml", folder.path / _UNFINISHED
     if saved.exists():
         _check_same(path, load_resolved(saved), config)
-    elif any(p.name not in (".lock",) for p in path.iterdir()):
+    elif any(p.name not in (_LOCK, _UNFINISHED) for p in path.iterdir()):
         raise FolderError(f"{path} holds files but no config.yaml, so it is no run folder: set another run.name")
-    folder = RunFolder(path, lock)
-    for sub in (folder.logs, folder.store, folder.evaluations):
-        sub.mkdir(exist_ok=True)
-    save_resolved(config, saved)
-    folder.write_json("provenance.json", collect_provenance())
+    try:
+        folder.lock.truncate(0)
+        folder.lock.write(str(os.getpid()))
+        folder.lock.flush()
+        save_resolved(config, unfinished)
+        unfinished.replace(saved)
+        for sub in (folder.logs, folder.store, folder.evaluations):
+            sub.mkdir(exist_ok=True)
+        folder.write_json("provenance.json", collect_provenance())
+    except OSError as error:
+        raise FolderError(f"run folder {path} is not writable ({error.strerror}): set run.root or run.name") from error
     return folder
 
 

@@ -24,6 +24,7 @@ from megatron_ext.credit.pipeline import Pipeline
 from megatron_ext.harness.template import COMPACT, ChatCodec, load_codec
 from megatron_ext.harness.tokenizer import learn_tokenizer, save_tokenizer
 from megatron_ext.losses.protocol import LossTerm
+from megatron_ext.losses.total import needs_reference
 from megatron_ext.models import cpu_platform
 from megatron_ext.models.backends import resolve_backend
 from megatron_ext.models.hf_config import HFConfig, load_hf_config
@@ -169,7 +170,7 @@ def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitS
     else:
         coordinator.resume(0, lambda meta: store.exists(Ref(meta.ref)))
         source.draw(coordinator.state.draws)
-        if any(term.needs_reference for term in run.terms.values()):
+        if needs_reference(run.terms):
             run.reference = trainer.snapshot()
     run.publish()
     return run
@@ -316,8 +317,9 @@ def _first_weights(
         def on_step(step: int, total: int, loss: float) -> None:
             flag.check()
             last.append(loss)
-            if step % 10 == 0:
+            if step == 1:
                 tracker.phase("warm_start", total)
+            if step % 10 == 0:
                 tracker.advance(step, f"loss {sum(last[-10:]) / len(last[-10:]):.3f}")
 
         report: WarmStartReport = run_warm_start(

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.losses.logprob import token_logprob_entropy
 from megatron_ext.losses.protocol import LossInputs, LossTerm
+from megatron_ext.losses.total import needs_entropy_grad, total_loss
 from megatron_ext.models.forward import packed_logits
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.protocol import RouterPolicy
@@ -90,10 +91,12 @@ class Trainer:
         entropy = np.zeros(num_tokens, dtype=np.float32)
         for chunk in self.chunks:
             chunk.eval()
-        with torch.no_grad():
-            replies = self._run(micro, self._score_loss, forward_only=True)
-        for chunk in self.chunks:
-            chunk.train()
+        try:
+            with torch.no_grad():
+                replies = self._run(micro, self._score_loss, forward_only=True)
+        finally:
+            for chunk in self.chunks:
+                chunk.train()
         for token, values, entropies in replies:
             logp[token.numpy()] = values.numpy()
             entropy[token.numpy()] = entropies.numpy()
@@ -123,7 +126,7 @@ class Trainer:
         # Megatron divides a micro-batch's loss by their number and averages gradients over data-parallel ranks; our
         # weights already hold the global denominator, so both divisions are undone.
         scale = len(micro) * self.context.data_parallel_size
-        loss_fn = partial(self._update_loss, inputs=inputs, terms=terms, scale=scale)
+        loss_fn = partial(self._update_loss, inputs=inputs, terms=terms, scale=scale, micro=len(micro))
         sums: dict[str, torch.Tensor] = {}
         for reply in self._run(micro, loss_fn, forward_only=False):
             for name, (numerator, denominator) in reply.items():
@@ -139,14 +142,16 @@ class Trainer:
         norm = float(self.optimizer.get_grad_norm())
         finite = np.isfinite(norm) and np.isfinite(loss)
         if finite:
+            # Before the step as well as after it: the first look is what later ones are compared with.
+            self.router.check(self.chunks)
             self.optimizer.step()
             self.router.check(self.chunks)
         return UpdateResult(loss=loss, grad_norm=norm, lr=lr, applied=bool(finite), metrics=metrics)
 
     def _update_loss(
-        self, mb: MicroBatch, logits: torch.Tensor, inputs: TokenInputs, terms: Mapping[str, LossTerm], scale: float
+        self, mb: MicroBatch, logits: torch.Tensor, inputs: TokenInputs, terms: Mapping[str, LossTerm], scale: float, micro: int
     ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-        logp, entropy = self._logprobs(mb, logits, entropy_grad=any(t.needs_entropy for t in terms.values()))
+        logp, entropy = self._logprobs(mb, logits, entropy_grad=needs_entropy_grad(terms))
         token = mb.token
         values = LossInputs(
             cur_logp=logp,
@@ -159,16 +164,12 @@ class Trainer:
             turn=mb.turn,
             ref_logp=None if inputs.ref_logp is None else inputs.ref_logp[token],
         )
+        output = total_loss(terms, values)
         # An empty micro-batch still enters every collective of the backward pass: 0 * sum anchors it in the graph.
-        total = 0.0 * logits.float().sum() if mb.num_tokens == 0 else logits.new_zeros((), dtype=torch.float32)
-        metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for term in terms.values():
-            output = term(values)
-            total = total + term.coefficient * output.loss
-            metrics.update(output.metrics)
-        one = torch.ones((), dtype=torch.float64)
-        metrics["train/loss"] = (total.detach(), one / max(1.0, scale / self.context.data_parallel_size))
-        return total * scale, metrics
+        total = output.loss + 0.0 * logits.float().sum() if mb.num_tokens == 0 else output.loss
+        # Numerators add over micro-batches to the step's loss: the weights hold its denominator, so this one is 1 once.
+        share = torch.full((), 1.0 / micro, dtype=torch.float64)
+        return total * scale, {**output.metrics, "train/loss": (output.loss.detach(), share)}
 
     # -- the schedule ----------------------------------------------------------------------------------------------
     def _run(self, micro: Sequence[MicroBatch], loss_fn: Any, *, forward_only: bool) -> list[Any]:
@@ -201,8 +202,8 @@ class Trainer:
     def weights(self, snapshot: Sequence[torch.Tensor]) -> Iterator[None]:
         """Scores under other weights: swaps a snapshot in, and the trained weights back."""
         own = self.snapshot()
-        self._write(snapshot)
         try:
+            self._write(snapshot)
             yield
         finally:
             self._write(own)

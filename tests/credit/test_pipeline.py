@@ -14,7 +14,7 @@ from megatron_ext.credit.base import Baseline, base_advantage
 from megatron_ext.credit.edits.length_penalty import LengthPenalty
 from megatron_ext.credit.edits.whiten import Whiten
 from megatron_ext.credit.pipeline import CreditError, Pipeline, combine, local, open_view
-from megatron_ext.credit.protocol import CreditView, EditTraits, Reduce, ScoreRequest, Slot, Stat
+from megatron_ext.credit.protocol import CreditEdit, CreditView, EditTraits, Reduce, ScoreRequest, Slot, Stat
 from megatron_ext.tracking.names import lookup
 from megatron_ext.trajectory.record import TrajectoryBatch, equal, select_groups
 from tests.helpers.records import build, model, random_groups, single, user
@@ -181,6 +181,7 @@ def test_reductions_are_one_an_edit_and_one_at_the_end(batch: TrajectoryBatch) -
         calls.append(len(stats))
         return local(stats)
 
+    edits: list[tuple[str, CreditEdit]]
     edits = [("a", Edit(unchanged, REWARD_SIDE)), ("b", Edit(unchanged)), ("c", Whiten())]
     for part in (batch, select_groups(batch, [])):
         calls.clear()

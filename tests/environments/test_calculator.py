@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from fractions import Fraction
 from random import Random
 
@@ -62,10 +63,8 @@ def test_everything_else_is_refused(expression: str) -> None:
 
 @given(st.text(max_size=60))
 def test_no_text_raises_anything_but_refused(text: str) -> None:
-    try:
+    with suppress(Refused):
         assert isinstance(evaluate(text), Fraction)
-    except Refused:
-        pass
 
 
 def call(name: str, **arguments: object) -> ToolCall:

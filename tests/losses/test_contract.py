@@ -195,6 +195,7 @@ def test_impossible_settings_are_named(values: dict[str, float], message: str) -
 
 def test_total_is_the_weighted_sum_of_the_terms() -> None:
     inputs = inputs_of()
+    terms: dict[str, LossTerm]
     terms = {"policy": ClipLoss(), "kl": KLToReference(coefficient=0.1), "entropy": EntropyBonus(coefficient=0.01)}
     out = total_loss(terms, inputs)
     parts = {name: run(term, inputs)[0] for name, term in terms.items()}

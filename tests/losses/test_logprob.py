@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,9 +98,7 @@ def test_no_tokens() -> None:
         ((2, 4), [0, 1], {"vocab_size": 9}, "the logits have 4 columns"),
     ],
 )
-def test_bad_input_is_named(
-    logits: tuple[int, int], targets: list[int], options: dict[str, float], message: str
-) -> None:
+def test_bad_input_is_named(logits: tuple[int, int], targets: list[int], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         token_logprob_entropy(torch.zeros(logits), torch.tensor(targets), **{"temperature": 1.0, **options})
 
@@ -107,7 +106,12 @@ def test_bad_input_is_named(
 def test_memory_kept_for_backward_is_per_row() -> None:
     logits, targets = case(256, 400)
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         token_logprob_entropy(logits, targets, temperature=0.9)
     beyond = sum(t.numel() for t in saved if t.data_ptr() != logits.data_ptr())
     assert beyond <= 8 * len(logits)

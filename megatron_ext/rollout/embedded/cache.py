@@ -2,7 +2,7 @@
 
 Invariants (``tests/rollout/test_embedded_model.py``):
 
-1. Slot s holds keys and values of the tokens 0 .. cached - 1 of its occupant; whatever lies beyond is never attended to.
+1. Slot s holds keys and values of the tokens 0 .. cached - 1 of its occupant; what lies beyond is never attended to.
 2. Decoding reads the slots [0, n) and a prefill a contiguous run of slots: slices of the cache, never gathers.
 3. Growing and moving change no key or value that is in use.
 
@@ -96,7 +96,7 @@ class Decode:
 
 
 class Prefill:
-    """``counts[i]`` new tokens for slot ``first + i``, packed one row after the other, from position ``starts[i]`` on."""
+    """``counts[i]`` new tokens for slot ``first + i``, packed one row after another, from position ``starts[i]``."""
 
     def __init__(self, cache: KvCache, first: int, starts: list[int], counts: list[int]) -> None:
         g, device, rows = cache.config, cache.device, len(counts)

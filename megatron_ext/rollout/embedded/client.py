@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
 from megatron_ext.rollout.embedded.wire import Address, Channel
 from megatron_ext.rollout.engine import EngineError, GenerateRequest, GenerateResult
@@ -75,14 +76,20 @@ class EmbeddedClient:
             if self._refused:
                 raise EngineError(self._refused.popleft())
             left = deadline - time.monotonic()
-            if self._ready or left <= 0:
+            if self._ready:
                 break
             if self._outstanding:
                 self._check_alive()
+            if left <= 0:
+                break
             wait = min(left, max(self._stall / 4, 0.01))
         results = list(self._ready)
         self._ready.clear()
         return results
+
+    def handles(self) -> Sequence[Connection]:
+        """The connection: readable when results come, and when the engine ends."""
+        return [self._channel.connection]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stops requests; each outstanding one still answers, with what it sampled so far."""
@@ -116,7 +123,9 @@ class EmbeddedClient:
                 self._channel.send(("ping",))
                 self._asked = now
         elif now - self._asked > self._stall:
+            silent = now - self._heard
+            self._heard, self._asked = now, None  # a caller that goes on waiting gives it as long again
             raise self._address.failure(
-                f"has {len(self._outstanding)} request(s) outstanding and gave no sign of life for "
-                f"{now - self._heard:.0f} s: it hangs"
+                f"has {len(self._outstanding)} request(s) outstanding and gave no sign of life for {silent:.0f} s: "
+                "it hangs"
             )

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_ext.rollout.embedded.geometry import read_config
-from megatron_ext.rollout.embedded.wire import Address, Channel, connect_when_ready
+from megatron_ext.rollout.embedded.served import read_config
+from megatron_ext.rollout.embedded.wire import Address, Channel, try_connect
 from megatron_ext.rollout.engine import EngineError
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class EmbeddedEngine:
     def _wait_until_ready(self, timeout: float) -> Channel:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            channel = connect_when_ready(self._address, self._timeout)
+            channel = try_connect(self._address, self._timeout)
             if channel is not None:
                 return channel
             if self._process.poll() is not None:
@@ -253,8 +253,8 @@ class EmbeddedEngine:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """The child imports what this process imports. Its OpenMP threads sleep while they wait: spinning ones would take the
-    cores from the environments and the driver, and stall whenever they lose theirs."""
+    """The child imports what this process imports. Its OpenMP threads sleep while they wait: spinning ones would take
+    the cores from the environments and the driver, and stall whenever they lose theirs."""
     path = os.pathsep.join(str(Path.cwd()) if entry == "" else entry for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
 

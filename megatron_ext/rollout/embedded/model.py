@@ -16,10 +16,9 @@ from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.rollout.embedded.cache import Attention
 from megatron_ext.rollout.embedded.weights import LayerWeights, ModelWeights
 
-
-# Multiply-adds of one layer below which a forward runs on one CPU thread. Measured on two cores: at 10 M (64 tokens of a
-# model of width 128) a second thread gains 20 % on an idle machine, and costs a factor of 10 and more as soon as another
-# process takes a share of one core, because every small operation ends in a barrier.
+# Multiply-adds of one layer below which a forward runs on one CPU thread. Measured on two cores: at 10 M (64 tokens of
+# a model of width 128) a second thread gains 20 % on an idle machine, and costs a factor of 10 and more as soon as
+# another process takes a share of one core, because every small operation ends in a barrier.
 THREADED_WORK = 100_000_000
 
 
@@ -109,8 +108,8 @@ def mixture(
 ) -> torch.Tensor:
     """Sum over the chosen experts, [N, H]: assignments are sorted by expert, so that each expert is one product.
 
-    Measured on 2 CPU threads (64 tokens, 8 experts, top 2, 128 x 128): half the time of running every expert on every
-    token as one wide product, and the gap widens with the number of experts.
+    Measured on one and two CPU threads (64 tokens, 8 experts, top 2, 128 x 128): half the time of running every expert
+    on every token as one wide product, and the gap widens with the number of experts.
     """
     tokens, k = expert.shape
     flat = expert.reshape(-1)

@@ -38,7 +38,7 @@ Key = tuple[int, str]
 
 @dataclass
 class Job:
-    """A request on its way. ``routed_from``: first token whose forward runs for it; ``ended``: keep no cache after it."""
+    """A request. ``prompt``: bytes of its ids; ``routed_from``: first token run for it; ``ended``: keep no cache after it."""
 
     owner: int
     request: GenerateRequest

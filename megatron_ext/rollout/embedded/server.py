@@ -17,12 +17,12 @@ import threading
 from collections.abc import Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from megatron_ext.rollout.embedded.geometry import read_config
 from megatron_ext.rollout.embedded.scheduler import Scheduler
+from megatron_ext.rollout.embedded.served import read_config
 from megatron_ext.rollout.embedded.weights import ModelWeights, WeightStage
 from megatron_ext.rollout.embedded.wire import listen, welcome
 from megatron_ext.rollout.engine import EngineError, GenerateResult
@@ -39,8 +39,8 @@ def serve(
     slots: int,
     threads: int,
     device: str,
-) -> None:
-    """Listens and serves until told to stop. ``key`` is the authentication key in hex."""
+) -> NoReturn:
+    """Listens and serves until the process is ended. ``key`` is the authentication key in hex."""
     torch.set_num_threads(threads)
     config = read_config(hf_config, max_context)
     where = torch.device(device)
@@ -70,12 +70,11 @@ class Server:
         self._scheduler, self._key = scheduler, key
         self._inbox: queue.SimpleQueue[tuple[Peer, Message] | BaseException] = queue.SimpleQueue()
         self._peers: dict[int, Peer] = {}
-        self._stopped: tuple[Peer, int] | None = None
 
-    def run(self, listener: socket.socket) -> None:
+    def run(self, listener: socket.socket) -> NoReturn:
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         print("engine ready", flush=True)
-        while self._stopped is None:
+        while True:
             if not self._scheduler.busy:
                 self._handle(self._inbox.get())
             while not self._inbox.empty():
@@ -83,7 +82,6 @@ class Server:
             if self._scheduler.busy:
                 self._scheduler.step()
             self._send_results()
-        print("engine stopped", flush=True)
 
     # -- connections -----------------------------------------------------------------------------------------------
     def _accept(self, listener: socket.socket) -> None:
@@ -112,7 +110,7 @@ class Server:
             self._inbox.put(error)
 
     def _stage(self, connection: Connection, message: Message) -> Message:
-        """Receives the tensors of one publish, in the reader's thread. Errors are kept until the sender has finished."""
+        """Receives the tensors of one publish, in the reader's thread; keeps an error until the sender has finished."""
         _, call, version = message
         stage = WeightStage(self._scheduler.config, self._scheduler.device)
         failure: str | None = None
@@ -177,9 +175,6 @@ class Server:
                     ctypes.CDLL(None).malloc_trim(0)
             elif kind == "wake":
                 scheduler.wake()
-            elif kind == "stop":
-                self._stopped = peer, call
-                return
             elif kind not in ("health", "dropped"):
                 raise AssertionError(f"unknown message {kind!r}")
         except EngineError as error:

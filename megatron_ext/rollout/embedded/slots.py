@@ -7,7 +7,7 @@ long as it lives. Its *slot*, the place of its keys and values, may change: slot
 
 so that decoding and prefilling read contiguous slices of the cache.
 
-Invariants (``tests/rollout/test_embedded_slots.py``):
+Invariants (``tests/rollout/test_embedded_scheduler.py``):
 
 1. ``seat_of`` and ``slot_of`` are inverse permutations.
 2. ``arrange`` moves only occupants that stand in the wrong zone, and their keys and values go with them.

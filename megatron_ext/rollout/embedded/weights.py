@@ -1,6 +1,6 @@
 """Weights in inference layout, and the stage that fills them from (HF name, full tensor) pairs.
 
-Invariants (``tests/rollout/test_embedded_weights.py``):
+Invariants (``tests/rollout/test_embedded_model.py``):
 
 1. A stage is complete when every HF weight came exactly once with its exact shape; a missing, unknown, repeated or
    misshapen one is an ``EngineError`` that names it.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.rollout.embedded.geometry import weight_shapes
+from megatron_ext.models.hf_map import hf_shapes
 from megatron_ext.rollout.engine import EngineError
 
 
@@ -58,7 +58,7 @@ class WeightStage:
 
     def __init__(self, config: HFConfig, device: torch.device) -> None:
         self._config = g = config
-        self._expected = weight_shapes(g)
+        self._expected = hf_shapes(g)
         self._missing = set(self._expected)
         self._order = pair_order(g.head_dim)
 

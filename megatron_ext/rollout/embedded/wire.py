@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import time
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -80,38 +79,38 @@ class Channel:
         except OSError:
             sock.close()
             raise
-        self._connection = Connection(sock.detach())
+        self.connection = Connection(sock.detach())
         try:
-            answer_challenge(self._connection, address.key)
-            deliver_challenge(self._connection, address.key)
+            answer_challenge(self.connection, address.key)
+            deliver_challenge(self.connection, address.key)
         except (AuthenticationError, OSError, EOFError) as error:
-            self._connection.close()
+            self.connection.close()
             raise address.failure(f"did not complete the handshake in {timeout:g} s ({error!r})") from error
 
     def send(self, message: tuple[Any, ...]) -> None:
         try:
-            self._connection.send(message)
+            self.connection.send(message)
         except OSError as error:
             raise self._lost(error) from error
 
     def send_bytes(self, data: memoryview) -> None:
         try:
-            self._connection.send_bytes(data)
+            self.connection.send_bytes(data)
         except OSError as error:
             raise self._lost(error) from error
 
     def receive(self, timeout: float) -> tuple[Any, ...] | None:
         """The next message, or None when none came in ``timeout`` seconds."""
         try:
-            if not self._connection.poll(timeout):
+            if not self.connection.poll(timeout):
                 return None
-            message: tuple[Any, ...] = self._connection.recv()
+            message: tuple[Any, ...] = self.connection.recv()
         except (OSError, EOFError) as error:
             raise self._lost(error) from error
         return message
 
     def close(self) -> None:
-        self._connection.close()
+        self.connection.close()
 
     def _lost(self, error: Exception) -> EngineError:
         if isinstance(error, BlockingIOError):
@@ -119,9 +118,9 @@ class Channel:
         return self._address.failure("closed the connection: it died or was stopped")
 
 
-def connect_when_ready(address: Address, deadline: float) -> Channel | None:
-    """A channel as soon as the engine listens; None while it does not, or when ``time.monotonic()`` is past ``deadline``."""
+def try_connect(address: Address, timeout: float) -> Channel | None:
+    """A channel, or None while nobody listens at the address."""
     try:
-        return Channel(address, max(deadline - time.monotonic(), 1.0))
+        return Channel(address, timeout)
     except (ConnectionRefusedError, FileNotFoundError):
         return None

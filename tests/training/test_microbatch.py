@@ -1,0 +1,81 @@
+"""Invariants of packed micro-batches (numbers refer to ``megatron_ext/training/microbatch.py``)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.training.microbatch import MicroBatch, build_microbatch
+from megatron_ext.trajectory.packing import pack
+from megatron_ext.trajectory.record import TrajectoryBatch
+from megatron_ext.trajectory.rows import Rows, make_rows
+from tests.helpers.records import build, model, random_batch, single, user
+
+
+def packed(batch: TrajectoryBatch, tokens_per_row: int, cap: int, order_seed: int) -> tuple[Rows, list[MicroBatch]]:
+    rows = make_rows(batch, tokens_per_row)
+    order = np.random.default_rng(order_seed).permutation(rows.num_rows)
+    plan = pack(rows.lengths[order], cap=max(cap, int(rows.lengths.max(initial=1))))
+    return rows, [build_microbatch(batch, rows, order[part].tolist(), rows.mask) for part in plan.microbatches[0]]
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), st.sampled_from([0, 6]), st.sampled_from([8, 40, 4096]), st.integers(0, 5))
+def test_every_trained_token_is_predicted_once_from_its_own_row(
+    seed: int, tokens_per_row: int, cap: int, order_seed: int
+) -> None:
+    batch = random_batch(seed)
+    rows, micro = packed(batch, tokens_per_row, cap, order_seed)
+    seen: list[int] = []
+    for mb in micro:
+        cu = mb.cu_seqlens.tolist()
+        assert cu[0] == 0 and cu[-1] == mb.num_tokens == len(mb.positions)
+        for start, end in zip(cu, cu[1:], strict=False):  # invariant 3
+            assert mb.positions[start:end].tolist() == list(range(end - start))
+        row_starts = np.repeat(cu[:-1], np.diff(cu))
+        for at, target, token, row, turn in zip(
+            mb.logit_index.tolist(),
+            mb.target.tolist(),
+            mb.token.tolist(),
+            mb.row.tolist(),
+            mb.turn.tolist(),
+            strict=True,
+        ):
+            # invariant 2: the target stands right after its logits, in the same row, with its whole prefix before it
+            assert target == batch.ids[token] == mb.ids[at + 1]
+            assert row_starts[at] == row_starts[at + 1]
+            first = int(row_starts[at])
+            span = rows.span(row)
+            assert mb.ids[first : at + 2].tolist() == batch.ids[rows.token[span]][: at + 2 - first].tolist()
+            assert turn == batch.turn[token]
+            seen.append(token)
+    assert sorted(seen) == np.flatnonzero(batch.loss_mask).tolist()  # invariant 1
+
+
+def test_a_rows_first_token_is_never_a_target() -> None:  # invariant 4
+    batch = build([(single([user([1, 2]), model([3, 4])]), single([user([5]), model([6])]))])
+    rows = make_rows(batch)
+    mb = build_microbatch(batch, rows, [0, 1], np.ones(len(rows.token), dtype=bool))
+    assert mb.target.tolist() == [2, 3, 4, 6]
+    assert mb.logit_index.tolist() == [0, 1, 2, 4]
+
+
+def test_rows_come_in_the_order_asked_for() -> None:
+    batch = build([(single([user([1]), model([2, 3])]), single([user([4]), model([5])]))])
+    rows = make_rows(batch)
+    mb = build_microbatch(batch, rows, [1, 0], rows.mask)
+    assert mb.ids.tolist() == [4, 5, 1, 2, 3]
+    assert mb.row.tolist() == [1, 0, 0]
+    assert mb.cu_seqlens.tolist() == [0, 2, 5] and mb.cu_seqlens.dtype == torch.int32
+
+
+def test_without_members_the_microbatch_is_empty_and_typed() -> None:
+    batch = random_batch(1)
+    rows = make_rows(batch)
+    mb = build_microbatch(batch, rows, [], rows.mask)
+    assert mb.num_tokens == 0 and mb.cu_seqlens.tolist() == [0]
+    for name in ("ids", "positions", "logit_index", "target", "token", "row", "turn"):
+        column: torch.Tensor = vars(mb)[name]
+        assert column.shape == (0,) and column.dtype == torch.int64
