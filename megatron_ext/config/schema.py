@@ -27,8 +27,12 @@ class RunConfig:
     seed: int = opt(1, "seed of everything: initialisation, data order, sampling")
     steps: int = opt(100, "optimizer-step batches to train (one per rollout batch)")
     max_minutes: float = opt(0.0, "stop training after this many minutes, save and evaluate; 0 = no limit")
-    deterministic: bool = opt(False, "fixed order and batch-invariant decoding: the same run twice gives the same metrics")
-    threads: int = opt(2, "CPU threads of the training process; the engine gets the same number while the trainer waits")
+    deterministic: bool = opt(
+        False, "fixed order and batch-invariant decoding: the same run twice gives the same metrics"
+    )
+    threads: int = opt(
+        2, "CPU threads of the training process; the engine gets the same number while the trainer waits"
+    )
 
 
 @dataclass
@@ -82,7 +86,9 @@ class BatchConfig:
 
 @dataclass
 class RolloutConfig:
-    engine: dict[str, Any] = opt({"_target_": "megatron_ext.rollout.embedded.engine.EmbeddedEngine"}, "engine {_target_}")
+    engine: dict[str, Any] = opt(
+        {"_target_": "megatron_ext.rollout.embedded.engine.EmbeddedEngine"}, "engine {_target_}"
+    )
     temperature: float = opt(1.0, "sampling temperature in training; the trainer's log-probs use the same")
     top_p: float = opt(1.0, "nucleus truncation")
     top_k: int = opt(0, "top-k truncation; 0 = off")
@@ -93,6 +99,9 @@ class RolloutConfig:
     env_deadline_s: float = opt(30.0, "an environment call slower than this kills its worker; the trajectory is masked")
     lease_deadline_s: float = opt(600.0, "a leased group not finished by then returns to the queue")
     record_routing: bool = opt(False, "record the experts of every token")
+    ignore_stop: bool = opt(
+        False, "training turns run to max_new_tokens whatever is sampled (fixed lengths, for measuring)"
+    )
 
 
 @dataclass

@@ -24,10 +24,12 @@ from megatron_ext.environments.splits import SPLITS, check_split
 _ADJECTIVE_LIST = """
 amber blue bright broken clean cold copper crooked dark dusty faded green heavy huge new old painted purple red round
 rusty sharp silver tiny
+ancient bent black carved flat golden hollow little narrow pale plain shiny striped thick warm woven
 """
 _NOUN_LIST = """
 anchor arrow basket bottle bucket button candle crown feather hammer helmet jacket kettle ladder lantern magnet needle
 pillow ribbon rocket saddle trumpet violin whistle
+blanket chisel compass drum flute goblet kite locket marble mirror paddle shovel sponge teapot vase wheel
 """
 ADJECTIVES = tuple(_ADJECTIVE_LIST.split())
 NOUNS = tuple(_NOUN_LIST.split())

@@ -25,8 +25,8 @@ def demonstration_batch(
 ) -> TrajectoryBatch:
     """Each demonstration as a group of one. Action tokens carry mask 1, version 0 and log-prob 0 (the script is certain).
 
-    A demonstration longer than ``max_context`` tokens is cut after the last whole turn that fits; one whose first turn
-    does not fit is an error, since nothing could be learned from it.
+    A demonstration longer than ``max_context`` tokens is cut after the last whole turn that fits, and no success then;
+    one whose first turn does not fit is an error, since nothing could be learned from it.
     """
     groups = []
     for number, demo in enumerate(demonstrations):
@@ -53,7 +53,9 @@ def demonstration_batch(
             raise ValueError(
                 f"demonstration of task {demo.task.task_id!r}: its first turn does not fit model.max_context={max_context}"
             )
-        status = Status.DONE if demo.success else Status.MAX_TURNS
-        finished = builder.finish(float(demo.success), {}, demo.success, status)
+        whole = turns == len(demo.steps)
+        status = Status.MAX_CONTEXT if not whole else Status.DONE if demo.steps[-1][1].done else Status.MAX_TURNS
+        success = whole and demo.success
+        finished = builder.finish(float(success), {}, success, status)
         groups.append(build_group(f"demo/{number}", demo.task.task_id, [finished]))
     return concat(groups)

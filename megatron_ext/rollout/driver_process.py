@@ -55,7 +55,8 @@ class DriverProcess:
         spec.logs.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")
         self._conn, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, spec), name="rollout-driver")
+        # daemon: an exit of the trainer that never came to ``close`` ends it instead of waiting for it.
+        self._process = context.Process(target=_serve, args=(child, spec), name="rollout-driver", daemon=True)
         self._process.start()
         child.close()
         self._done: list[GroupDone] = []

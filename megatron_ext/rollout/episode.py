@@ -41,12 +41,13 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an order samples: greedy when ``temperature`` is 0."""
+    """How an order samples: greedy when ``temperature`` is 0; no token ends a turn when ``ignore_stop``."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     record_routing: bool = False
+    ignore_stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class EpisodeRun:
                 temperature=s.temperature,
                 top_p=s.top_p,
                 top_k=s.top_k,
-                stop_ids=tuple(self.codec.stop_ids),
+                stop_ids=() if s.ignore_stop else tuple(self.codec.stop_ids),
                 seed=self.seed,
             ),
             return_routed=s.record_routing,

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.models.forward import unwrap
 from megatron_ext.training.trainer import Trainer
 
 MARK = "COMPLETE"
@@ -100,7 +101,7 @@ def load(info: CheckpointInfo, recipe: str, trainer: Trainer) -> dict[str, Any]:
 
 
 def load_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Only the model of one rank's file (a warm start)."""
+    """Only the model of one rank's file (a warm start, or a checkpoint to evaluate). ``chunks`` may be bare or wrapped."""
     for number, (chunk, state) in enumerate(zip(chunks, read_payload(path)["model"], strict=True)):
         _load_local(chunk, state, f"{path} (chunk {number})")
 
@@ -131,13 +132,18 @@ def read_payload(path: Path) -> dict[str, Any]:
 
 
 def _local_state(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in chunk.named_parameters()} | {
-        name: b.detach().clone() for name, b in chunk.named_buffers()
-    }
+    return {name: tensor.detach().clone() for name, tensor in _tensors(chunk).items()}
 
 
-def _load_local(chunk: torch.nn.Module, state: Mapping[str, torch.Tensor], where: str) -> None:
-    own = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
+def _tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by the model's own names, whatever wraps it."""
+    model = unwrap(chunk)
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _load_local(chunk: torch.nn.Module, saved: Mapping[str, torch.Tensor], where: str) -> None:
+    own = _tensors(chunk)
+    state = {name.removeprefix("module."): tensor for name, tensor in saved.items()}
     if missing := sorted(own.keys() - state.keys()):
         raise CheckpointError(f"{where}: lacks {len(missing)} tensors, first {missing[0]!r}")
     if extra := sorted(state.keys() - own.keys()):
@@ -156,7 +162,9 @@ def _read_mark(folder: Path) -> dict[str, Any]:
     try:
         mark = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is unreadable ({error}): remove {folder} and continue from an older step") from error
+        raise CheckpointError(
+            f"{path} is unreadable ({error}): remove {folder} and continue from an older step"
+        ) from error
     if not isinstance(mark, dict) or not {"step", "recipe", "world"} <= mark.keys():
         raise CheckpointError(f"{path} lacks step, recipe or world: remove {folder} and continue from an older step")
     return mark

@@ -100,7 +100,9 @@ class Collector:
         if not count:
             return
         leased = self._coordinator.lease(DRIVER, count, now, now + rollout.lease_deadline_s)
-        sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.record_routing)
+        sampling = Sampling(
+            rollout.temperature, rollout.top_p, rollout.top_k, rollout.record_routing, rollout.ignore_stop
+        )
         self._driver.run([GroupOrder(g.group_id, g.lease_id, g.task, g.samples, sampling, store=True) for g in leased])
 
     def _wait(self) -> None:
@@ -113,7 +115,7 @@ class Collector:
                 if accepted:
                     self._done[group.group_id] = group
                 else:
-                    self._store.delete(Ref(group.meta.ref))
+                    self._drop(group)
             self._progress(len(self._done))
             expired = self._coordinator.expire(time.time())
             if expired:
@@ -121,6 +123,12 @@ class Collector:
                     f"rollout driver: {len(expired)} groups not finished within rollout.lease_deadline_s="
                     f"{self._config.rollout.lease_deadline_s:.0f}, first {expired[0]!r}"
                 )
+
+    def _drop(self, group: GroupDone) -> None:
+        """Deletes the data of a refused result, unless the result that was taken is the same: names tell contents."""
+        taken = self._coordinator.state.groups[group.group_id].meta
+        if taken is None or taken.ref != group.meta.ref:
+            self._store.delete(Ref(group.meta.ref))
 
     def _take(self, agreement: Agreement, metas: Sequence[GroupMeta]) -> StepGroups:
         looked_at = {*agreement.train, *(group for group, _ in agreement.filtered)}

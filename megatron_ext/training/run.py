@@ -29,9 +29,8 @@ from megatron_ext.models import cpu_platform
 from megatron_ext.models.backends import resolve_backend
 from megatron_ext.models.hf_config import HFConfig, load_hf_config
 from megatron_ext.rollout.demonstrations import demonstration_batch
-from megatron_ext.rollout.driver_process import DriverProcess, DriverSpec
+from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.engine import EngineControl
-from megatron_ext.rollout.episode import EpisodeLimits
 from megatron_ext.rollout.journal import open_coordinator
 from megatron_ext.tracking.composite import TrackerSet
 from megatron_ext.training import checkpoint
@@ -43,8 +42,9 @@ from megatron_ext.training.loop import train_loop
 from megatron_ext.training.phases import Phases
 from megatron_ext.training.publish import publish
 from megatron_ext.training.run_state import Run
+from megatron_ext.training.session import build_chunks, driver_spec, start_engine, warm_start_folder
 from megatron_ext.training.trainer import Trainer
-from megatron_ext.training.warm_start import WarmStartReport, run_warm_start, warm_start_key
+from megatron_ext.training.warm_start import WarmStartReport, run_warm_start
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from megatron_ext.trajectory.task import Task
 
@@ -105,7 +105,7 @@ def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitS
     clock = Phases(tracker)
     with clock("start"):
         backend = resolve_backend(config.backend)
-        driver = DriverProcess(_driver_spec(config, folder))
+        driver = DriverProcess(driver_spec(config, folder.store, folder.logs))
         stack.callback(driver.close)
         name = config.tasks.environment
         tasks = {
@@ -119,13 +119,7 @@ def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitS
         codec = _tokenizer(config, folder, driver)
         hf = _model_config(config, codec)
         folder.write_json("model_config.json", hf.to_dict())
-        engine: EngineControl = instantiate(
-            config.rollout.engine,
-            hf_config=hf.to_dict(),
-            max_context=config.model.max_context,
-            threads=config.run.threads,
-            log_path=folder.logs / "engine.log",
-        )
+        engine = start_engine(config, hf, folder.logs)
         stack.callback(engine.close)
         driver.open(engine.connect(), folder.tokenizer)
         builder = _TrainerBuilder(config, hf, backend, stack)
@@ -176,23 +170,6 @@ def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitS
     return run
 
 
-def _driver_spec(config: Config, folder: RunFolder) -> DriverSpec:
-    rollout = config.rollout
-    return DriverSpec(
-        environments=config.environments,
-        harness=config.harness,
-        rewards=config.rewards,
-        limits=EpisodeLimits(rollout.max_turns, config.model.max_context, rollout.max_new_tokens),
-        concurrency=rollout.concurrency,
-        env_workers=rollout.env_workers,
-        env_deadline_s=rollout.env_deadline_s,
-        engine_deadline_s=rollout.lease_deadline_s,
-        run_seed=config.run.seed,
-        store=folder.store.resolve(),
-        logs=folder.logs.resolve(),
-    )
-
-
 def _tokenizer(config: Config, folder: RunFolder, driver: DriverProcess) -> ChatCodec:
     """Learns a tokenizer on the training split, or takes the given one; the run keeps a copy either way."""
     if (folder.tokenizer / "tokenizer.json").exists():
@@ -211,9 +188,9 @@ def _model_config(config: Config, codec: ChatCodec) -> HFConfig:
     hf = load_hf_config(config.model.hf_config)
     if not config.model.weights:
         hf = hf.with_vocab(codec.vocab_size)
-    elif hf.vocab_size < codec.vocab_size:
+    elif hf.vocab < codec.vocab_size:
         raise ValueError(
-            f"model.weights={config.model.weights}: vocabulary of {hf.vocab_size} is smaller than the tokenizer's "
+            f"model.weights={config.model.weights}: vocabulary of {hf.vocab} is smaller than the tokenizer's "
             f"{codec.vocab_size}; set model.tokenizer to the folder that belongs to the weights"
         )
     return hf
@@ -230,18 +207,11 @@ class _TrainerBuilder:
         stack.callback(shutdown, self.context)
 
     def build(self, optimizer: OptimizerConfig, aux_loss_coefficient: float | None = None) -> Trainer:
-        from megatron_ext.models.build import build_model
         from megatron_ext.training.optimizer import wrap
 
         config = self._config
-        router = instantiate(config.model.router or {"_target_": "megatron_ext.moe.policies.TrainedRouter"})
-        model = config.model
-        if aux_loss_coefficient is not None:
-            model = dataclasses.replace(model, aux_loss_coefficient=aux_loss_coefficient)
         torch.manual_seed(config.run.seed)
-        overrides = router.config_overrides()
-        chunks = build_model(self._hf, model, config.parallel, self._backend, overrides, seed=config.run.seed)
-        router.apply(chunks)
+        chunks, router = build_chunks(config, self._hf, self._backend, aux_loss_coefficient)
         wrapped, megatron_optimizer = wrap(chunks, optimizer, config.parallel, self._backend)
         return Trainer(wrapped, megatron_optimizer, self.context, temperature=config.rollout.temperature, router=router)
 
@@ -267,19 +237,7 @@ def _first_weights(
     warm = config.warm_start
     if not warm.enabled:
         return None
-    tree = as_tree(config)
-    key = warm_start_key(
-        {
-            "seed": config.run.seed,
-            "hf": hf.to_dict(),
-            "tokenizer": (folder.tokenizer / "tokenizer.json").read_text(),
-            "warm_start": {k: v for k, v in tree["warm_start"].items() if k != "cache"},
-            **{k: tree[k] for k in ("model", "environments", "harness", "tasks", "parallel", "backend")},
-            "turns": config.rollout.max_turns,
-            "microbatch": config.batch.tokens_per_microbatch,
-        }
-    )
-    root = Path(warm.cache) / key if warm.cache else folder.path / "warm_start"
+    root = warm_start_folder(config, folder.path, hf)
     weights = root / f"rank_{builder.context.rank}.pt"
     if weights.exists():
         (folder.path / "warm_start.json").write_text((root / "report.json").read_text())
@@ -322,6 +280,11 @@ def _first_weights(
             if step % 10 == 0:
                 tracker.advance(step, f"loss {sum(last[-10:]) / len(last[-10:]):.3f}")
 
+        def on_gate(step: int, loss: float, success: float) -> None:
+            tracker.phase(f"warm start, step {step}: loss {loss:.3f}, dev success {success:.3f}")
+            with (folder.logs / "warm_start.jsonl").open("a") as log:
+                log.write(json.dumps({"step": step, "loss": loss, "dev_success": success}) + "\n")
+
         report: WarmStartReport = run_warm_start(
             trainer,
             batch,
@@ -330,6 +293,7 @@ def _first_weights(
             tokens_per_microbatch=config.batch.tokens_per_microbatch,
             gate=gate,
             on_step=on_step,
+            on_gate=on_gate,
         )
     checkpoint.save_weights(weights, trainer.chunks)
     text = json.dumps(

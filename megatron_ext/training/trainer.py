@@ -149,7 +149,13 @@ class Trainer:
         return UpdateResult(loss=loss, grad_norm=norm, lr=lr, applied=bool(finite), metrics=metrics)
 
     def _update_loss(
-        self, mb: MicroBatch, logits: torch.Tensor, inputs: TokenInputs, terms: Mapping[str, LossTerm], scale: float, micro: int
+        self,
+        mb: MicroBatch,
+        logits: torch.Tensor,
+        inputs: TokenInputs,
+        terms: Mapping[str, LossTerm],
+        scale: float,
+        micro: int,
     ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
         logp, entropy = self._logprobs(mb, logits, entropy_grad=needs_entropy_grad(terms))
         token = mb.token

@@ -55,9 +55,11 @@ def run_warm_start(
     tokens_per_microbatch: int,
     gate: Callable[[], float],
     on_step: Callable[[int, int, float], None],
+    on_gate: Callable[[int, float, float], None],
 ) -> WarmStartReport:
     """Trains on ``batch`` until the gate or ``max_epochs``. ``gate`` returns greedy dev success under the current weights;
-    ``on_step(step, total, loss)`` is called after each optimizer step and may raise to interrupt."""
+    ``on_step(step, total, loss)`` is called after each optimizer step and may raise to interrupt,
+    ``on_gate(step, loss, success)`` after each look at the gate."""
     rows = make_rows(batch)
     lengths = rows.lengths
     per_epoch = math.ceil(len(lengths) / config.trajectories_per_step)
@@ -87,10 +89,12 @@ def run_warm_start(
             due = step % config.gate_every == 0 and step >= config.min_epochs * per_epoch
             if config.target_success and due:
                 success = gate()
+                on_gate(step, loss, success)
                 if success >= config.target_success:
                     return WarmStartReport(step, step / per_epoch, loss, success, gate_met=True)
             if step >= total:
                 break
     success = gate()
+    on_gate(step, loss, success)
     met = config.target_success > 0 and success >= config.target_success
     return WarmStartReport(step, step / per_epoch, loss, success, gate_met=met)

@@ -120,11 +120,12 @@ class ScriptedClient:
 
 @dataclass(frozen=True)
 class ScriptedAddress:
-    """What a driver process opens: picklable when ``script`` is a module's function."""
+    """What a driver process opens: picklable when ``script`` is a module's function. ``hold``: it never answers."""
 
     tokenizer: Path
     script: Script
     version: int = 0
+    hold: bool = False
 
     def open(self) -> ScriptedClient:
-        return ScriptedClient(load_codec(self.tokenizer), self.script, self.version)
+        return ScriptedClient(load_codec(self.tokenizer), self.script, self.version, self.hold)

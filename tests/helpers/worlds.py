@@ -32,7 +32,9 @@ class Walk:
         self._seed, self._at, self._done = seed, 0, False
         said = dict(data or {}).get("on_reset", "")
         self._trouble(said)
-        return Observation(" ".join(["word"] * int(said.split()[1])) if said.startswith("talk") else f"walk {seed} at 0")
+        return Observation(
+            " ".join(["word"] * int(said.split()[1])) if said.startswith("talk") else f"walk {seed} at 0"
+        )
 
     def step(self, action: Action) -> Observation:
         if self._done:
@@ -47,9 +49,7 @@ class Walk:
         won = self._at >= self._length
         self._done = won or said == "stop"
         reward = float("nan") if said == "nan" else 0.125
-        return Observation(
-            f"at {self._at}", reward=reward, done=self._done, success=won, score=self._at / self._length
-        )
+        return Observation(f"at {self._at}", reward=reward, done=self._done, success=won, score=self._at / self._length)
 
     def _trouble(self, said: str) -> None:
         if said == "hang":

@@ -205,9 +205,9 @@ def test_weights_of_another_model_are_refused_by_name(rank: ParallelContext, tra
 
     path = tmp_path / "weights.pt"
     checkpoint.save_weights(path, trainer.chunks)
-    with pytest.raises(CheckpointError, match=r"lacks \d+ tensors, first 'module.decoder.layers.2"):
+    with pytest.raises(CheckpointError, match=r"lacks \d+ tensors, first 'decoder.layers.2"):
         checkpoint.load_weights(path, make_trainer(rank, hf=replace(TINY, layers=3)).chunks)
-    with pytest.raises(CheckpointError, match=r"has \d+ unknown tensors, first 'module.decoder.layers.1"):
+    with pytest.raises(CheckpointError, match=r"has \d+ unknown tensors, first 'decoder.layers.1"):
         checkpoint.load_weights(path, make_trainer(rank, hf=replace(TINY, layers=1)).chunks)
     with pytest.raises(CheckpointError, match=r"word_embeddings.weight has shape \(112, 32\), the model \(120, 32\)"):
         checkpoint.load_weights(path, make_trainer(rank, hf=replace(TINY, vocab=120)).chunks)

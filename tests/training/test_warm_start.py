@@ -50,6 +50,7 @@ class Record:
     def __init__(self, *answers: float) -> None:
         self.answers = list(answers) or [0.0]
         self.gates: list[int] = []
+        self.seen: list[tuple[int, float]] = []
         self.steps: list[tuple[int, int, float]] = []
 
     def gate(self) -> float:
@@ -59,10 +60,23 @@ class Record:
     def on_step(self, step: int, total: int, loss: float) -> None:
         self.steps.append((step, total, loss))
 
+    def on_gate(self, step: int, loss: float, success: float) -> None:
+        assert (step, loss) == (self.steps[-1][0], self.steps[-1][2])
+        self.seen.append((step, success))
 
-def run(trainer: Trainer, batch: TrajectoryBatch, cfg: WarmStartConfig, record: Record, seed: int = 5) -> WarmStartReport:
+
+def run(
+    trainer: Trainer, batch: TrajectoryBatch, cfg: WarmStartConfig, record: Record, seed: int = 5
+) -> WarmStartReport:
     return run_warm_start(
-        trainer, batch, cfg, seed=seed, tokens_per_microbatch=64, gate=record.gate, on_step=record.on_step
+        trainer,
+        batch,
+        cfg,
+        seed=seed,
+        tokens_per_microbatch=64,
+        gate=record.gate,
+        on_step=record.on_step,
+        on_gate=record.on_gate,
     )
 
 
@@ -83,6 +97,7 @@ def test_it_stops_at_the_gate(rank: ParallelContext) -> None:
     record = Record(0.1, 0.2, 0.4, 0.9)
     report = run(make_trainer(rank), demonstrations(), config(max_epochs=50.0, target_success=0.3), record)
     assert record.gates == [2, 4, 6], "consulted every gate_every steps, and no more once met"
+    assert record.seen == [(2, 0.1), (4, 0.2), (6, 0.4)]
     assert report == WarmStartReport(6, 2.0, record.steps[-1][2], 0.4, gate_met=True)
 
 
@@ -128,6 +143,7 @@ def test_an_interrupt_comes_through(rank: ParallelContext) -> None:
             tokens_per_microbatch=64,
             gate=lambda: 0.0,
             on_step=stop,
+            on_gate=lambda step, loss, success: None,
         )
 
 
@@ -142,6 +158,7 @@ def one_step(rank: ParallelContext, batch: TrajectoryBatch, observation_weight: 
         tokens_per_microbatch=cap,
         gate=lambda: 0.0,
         on_step=lambda step, total, loss: None,
+        on_gate=lambda step, loss, success: None,
     )
     return trainer
 

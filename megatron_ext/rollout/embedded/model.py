@@ -108,8 +108,8 @@ def mixture(
 ) -> torch.Tensor:
     """Sum over the chosen experts, [N, H]: assignments are sorted by expert, so that each expert is one product.
 
-    Measured on one and two CPU threads (64 tokens, 8 experts, top 2, 128 x 128): half the time of running every expert
-    on every token as one wide product, and the gap widens with the number of experts.
+    Measured on one CPU thread (8 experts, top 2, 128 x 128) against every expert on every token as one wide product:
+    even at 1 token, 1.3 x faster at 4 to 16, 2.7 x at 128, and the gap widens with the number of experts.
     """
     tokens, k = expert.shape
     flat = expert.reshape(-1)

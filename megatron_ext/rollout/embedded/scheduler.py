@@ -38,7 +38,7 @@ Key = tuple[int, str]
 
 @dataclass
 class Job:
-    """A request. ``prompt``: bytes of its ids; ``routed_from``: first token run for it; ``ended``: keep no cache after it."""
+    """A request. ``prompt``: its ids as bytes; ``routed_from``: first token run for it; ``ended``: keep no cache."""
 
     owner: int
     request: GenerateRequest

@@ -1,0 +1,90 @@
+"""The parts that training, evaluation and export start alike, from a configuration and a run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.config.instantiate import instantiate
+from megatron_ext.config.saved import as_tree
+from megatron_ext.config.schema import Config
+from megatron_ext.models.backends import ResolvedBackend
+from megatron_ext.models.hf_config import HFConfig
+from megatron_ext.moe.protocol import RouterPolicy
+from megatron_ext.rollout.driver_process import DriverSpec
+from megatron_ext.rollout.engine import EngineControl
+from megatron_ext.rollout.episode import EpisodeLimits
+from megatron_ext.training.warm_start import warm_start_key
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+def driver_spec(config: Config, store: Path, logs: Path) -> DriverSpec:
+    """What the rollout driver needs to play the configuration's episodes."""
+    rollout = config.rollout
+    return DriverSpec(
+        environments=config.environments,
+        harness=config.harness,
+        rewards=config.rewards,
+        limits=EpisodeLimits(rollout.max_turns, config.model.max_context, rollout.max_new_tokens),
+        concurrency=rollout.concurrency,
+        env_workers=rollout.env_workers,
+        env_deadline_s=rollout.env_deadline_s,
+        engine_deadline_s=rollout.lease_deadline_s,
+        run_seed=config.run.seed,
+        store=store.resolve(),
+        logs=logs.resolve(),
+    )
+
+
+def start_engine(config: Config, hf: HFConfig, logs: Path) -> EngineControl:
+    """The configured engine, without weights yet; close it."""
+    engine: EngineControl = instantiate(
+        config.rollout.engine,
+        hf_config=hf.to_dict(),
+        max_context=config.model.max_context,
+        threads=config.run.threads,
+        log_path=logs / "engine.log",
+    )
+    return engine
+
+
+def build_chunks(
+    config: Config, hf: HFConfig, backend: ResolvedBackend, aux_loss_coefficient: float | None = None
+) -> tuple[list[GPTModel], RouterPolicy]:
+    """This rank's model chunks under the router policy, with fresh weights or ``model.weights``. Process groups must be up.
+
+    ``aux_loss_coefficient`` replaces the model's (a warm start has its own).
+    """
+    # Megatron takes seconds to import, and what only wants a driver does not need it.
+    from megatron_ext.models.build import build_model
+
+    router: RouterPolicy = instantiate(config.model.router or {"_target_": "megatron_ext.moe.policies.TrainedRouter"})
+    model = config.model
+    if aux_loss_coefficient is not None:
+        model = dataclasses.replace(model, aux_loss_coefficient=aux_loss_coefficient)
+    chunks = build_model(hf, model, config.parallel, backend, router.config_overrides(), seed=config.run.seed)
+    router.apply(chunks)
+    return chunks, router
+
+
+def warm_start_folder(config: Config, run: Path, hf: HFConfig) -> Path:
+    """Where the warm start of the run in folder ``run`` is kept: there, or in the cache under its key."""
+    warm = config.warm_start
+    if not warm.cache:
+        return run / "warm_start"
+    tree = as_tree(config)
+    key = warm_start_key(
+        {
+            "seed": config.run.seed,
+            "hf": hf.to_dict(),
+            "tokenizer": (run / "tokenizer" / "tokenizer.json").read_text(),
+            "warm_start": {k: v for k, v in tree["warm_start"].items() if k != "cache"},
+            **{k: tree[k] for k in ("model", "environments", "harness", "tasks", "parallel", "backend")},
+            "turns": config.rollout.max_turns,
+            "microbatch": config.batch.tokens_per_microbatch,
+        }
+    )
+    return Path(warm.cache) / key

@@ -1,0 +1,273 @@
+"""Invariants of the rollout driver (numbers refer to ``megatron_ext/rollout/driver.py``).
+
+Environments run in real worker processes, tokens go to a real store. The engine is a script player
+(``tests/helpers/scripted.py``): what is tested is the driver's own state machine, and the script decides its timing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.environments.pool import EnvironmentPool
+from megatron_ext.harness.template import ChatCodec
+from megatron_ext.harness.text import TextHarness
+from megatron_ext.rewards.compose import RewardPart, RewardSet
+from megatron_ext.rewards.outcome import Success
+from megatron_ext.rewards.protocol import Reward
+from megatron_ext.rollout.driver import Driver, DriverError, GroupDone, GroupOrder
+from megatron_ext.rollout.episode import EpisodeLimits, Sampling, sampling_seed
+from megatron_ext.trajectory.record import Status
+from megatron_ext.trajectory.store import Ref, TrajectoryStore
+from megatron_ext.trajectory.task import Task
+from tests.helpers.scripted import Script, ScriptedClient, small_codec
+from tests.helpers.worlds import WALK, NotANumber
+
+DEADLINE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatCodec:
+    return small_codec(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
+    environments: Mapping[str, Mapping[str, Any]] = {"walk": WALK, "long": {**WALK, "length": 6}}
+    logs = tmp_path_factory.mktemp("logs")
+    with EnvironmentPool(environments, workers=2, deadline_s=DEADLINE_S, log_dir=logs) as made:
+        yield made
+
+
+Make = Callable[..., tuple[Driver, ScriptedClient]]
+
+
+@pytest.fixture
+def make(codec: ChatCodec, pool: EnvironmentPool, tmp_path: Path) -> Iterator[Make]:
+    clients: list[ScriptedClient] = []
+
+    def build(
+        script: Script = lambda session, turn: "go",
+        *,
+        concurrency: int = 16,
+        reward: Reward | None = None,
+        limits: EpisodeLimits | None = None,
+        engine_deadline_s: float = 30.0,
+        **client: Any,
+    ) -> tuple[Driver, ScriptedClient]:
+        clients.append(ScriptedClient(codec, script, **client))
+        driver = Driver(
+            pool=pool,
+            client=clients[-1],
+            codec=codec,
+            harness=TextHarness(),
+            rewards=RewardSet([RewardPart("reward", reward or Success())]),
+            store=TrajectoryStore(tmp_path / "store"),
+            limits=limits or EpisodeLimits(max_turns=8, max_context=120, max_new_tokens=16),
+            concurrency=concurrency,
+            run_seed=11,
+            engine_deadline_s=engine_deadline_s,
+        )
+        return driver, clients[-1]
+
+    yield build
+    for client in clients:
+        for request in client.requests:  # a test may stop in the middle; the pool is shared
+            pool.release(request.session_id)
+        client.close()
+
+
+def order(number: int, samples: int = 2, *, environment: str = "walk", store: bool = True, **data: Any) -> GroupOrder:
+    task = Task(f"walk/train/{number}", environment, number, "train", data)
+    return GroupOrder(f"g{number}", f"lease-{number}", task, samples, Sampling(), store)
+
+
+def run(driver: Driver, seconds: float = 20.0) -> dict[str, GroupDone]:
+    """Steps until nothing is left; every group once."""
+    done: dict[str, GroupDone] = {}
+    end = time.monotonic() + seconds
+    while driver.busy:
+        assert time.monotonic() < end, f"the driver is still busy; finished: {sorted(done)}"
+        for group in driver.step(0.05):
+            assert group.group_id not in done, "answered twice"
+            done[group.group_id] = group
+    assert driver.step(0.0) == []
+    return done
+
+
+def test_every_order_is_answered_once(make: Make, tmp_path: Path) -> None:  # invariant 1
+    driver, client = make(lambda session, turn: "stop" if session == "g1/0" and turn == 1 else "go", version=9)
+    orders = [order(number, samples=1 + number % 3, store=number != 2) for number in range(6)]
+    driver.submit(orders)
+    assert driver.busy
+    done = run(driver)
+    assert sorted(done) == [o.group_id for o in orders]
+    store = TrajectoryStore(tmp_path / "store")
+    for o in orders:
+        found = done[o.group_id]
+        meta = found.meta
+        assert found.lease_id == o.lease_id and found.seconds > 0 and found.problems == ()
+        assert len(meta.tokens) == o.samples and meta.min_version == meta.max_version == 9
+        assert meta.success == tuple((o.group_id, s) != ("g1", 0) for s in range(o.samples))
+        assert meta.rewards == tuple(float(success) for success in meta.success)
+        if not o.store:
+            assert meta.ref == ""
+            continue
+        batch = store.read(Ref(meta.ref))
+        assert batch.group_id == (o.group_id,) and batch.task_id == (o.task.task_id,)
+        assert batch.trajectory_id == tuple(f"{o.group_id}/{s}" for s in range(o.samples))
+        assert batch.sample.tolist() == list(range(o.samples)), "samples stand in order, whichever ended first"
+        assert np.diff(batch.trajectory_tokens()).tolist() == list(meta.tokens)
+    assert len(store.list()) == 5, "an order that keeps no tokens leaves none behind"
+    episodes = sorted(f"{o.group_id}/{s}" for o in orders for s in range(o.samples))
+    assert sorted(client.ended) == episodes, "the engine may free every session, once"
+
+
+def test_seeds_are_those_of_the_sample(make: Make) -> None:
+    driver, client = make()
+    driver.submit([order(0, 2), order(1, 1)])
+    run(driver)
+    for request in client.requests:
+        group, _, sample = request.session_id.partition("/")
+        assert request.sampling.seed == sampling_seed(11, group, int(sample))
+
+
+def test_at_most_concurrency_episodes_in_order(make: Make) -> None:  # invariant 2
+    driver, client = make(concurrency=3)
+    begun: list[str] = []
+    running: set[str] = set()
+    submit, end = client.submit, client.end_sessions
+
+    def watch(requests: Sequence[Any]) -> None:
+        for request in requests:
+            if request.request_id.endswith("#0"):
+                begun.append(request.session_id)
+            running.add(request.session_id)
+            assert len(running) <= 3
+        submit(requests)
+
+    def ended(sessions: Sequence[str]) -> None:
+        running.difference_update(sessions)
+        end(sessions)
+
+    client.submit, client.end_sessions = watch, ended  # type: ignore[method-assign]
+    driver.submit([order(number, 3) for number in range(4)])
+    run(driver)
+    wanted = [f"g{g}/{s}" for g in range(4) for s in range(3)]
+    assert sorted(begun) == sorted(wanted) and not running
+    # Two workers may answer resets out of order, but none starts before its place in the queue comes up.
+    assert all(abs(begun.index(episode) - place) < 3 for place, episode in enumerate(wanted))
+
+
+@pytest.mark.parametrize(
+    ("trouble", "status", "problem"),
+    [
+        ("raise", Status.ENV_ERROR, "the walk broke down"),
+        ("die", Status.ENV_ERROR, "its worker died (killed by signal 9)"),
+        ("hang", Status.ENV_DEADLINE, "took longer than 1 s"),
+    ],
+)
+@pytest.mark.parametrize("when", ["reset", "step"])
+def test_a_failing_environment_fails_its_trajectory_alone(
+    make: Make, tmp_path: Path, trouble: str, status: Status, problem: str, when: str
+) -> None:  # invariant 3
+    driver, _ = make(lambda session, turn: trouble if (session, turn) == ("g0/1", 1) and when == "step" else "go")
+    if when == "step":
+        orders = [order(0, 3), order(1, 2), order(2, 2)]
+    else:
+        orders = [order(0, 1, on_reset=trouble), order(1, 2), order(2, 2)]
+    driver.submit(orders)
+    done = run(driver)
+    bad = 1 if when == "step" else 0
+    found = done["g0"]
+    assert [Status(s) for s in found.meta.status].count(status) == 1 and found.meta.status[bad] == int(status)
+    assert len(found.problems) == 1 and problem in found.problems[0] and "environment 'walk'" in found.problems[0]
+    assert found.meta.trained_tokens[bad] == 0 and found.meta.rewards[bad] == 0.0 and not found.meta.success[bad]
+    others = [s for i, s in enumerate(found.meta.success) if i != bad]
+    assert all(others) and all(done["g1"].meta.success) and all(done["g2"].meta.success)
+    assert done["g1"].problems == ()
+    batch = TrajectoryStore(tmp_path / "store").read(Ref(found.meta.ref))
+    assert batch.trainable().tolist() == [i != bad for i in range(len(batch.status))]
+
+
+def test_rewards_that_are_no_number_are_counted(make: Make) -> None:  # invariant 3
+    driver, _ = make(reward=NotANumber())
+    driver.submit([order(0, 1), order(1, 2)])
+    done = run(driver)
+    assert [Status(s) for s in done["g0"].meta.status] == [Status.DONE]
+    assert [Status(s) for s in done["g1"].meta.status] == [Status.REWARD_INVALID] * 2
+    assert len(done["g1"].problems) == 2 and "reward 'reward' of task 'walk/train/1'" in done["g1"].problems[0]
+
+
+def test_malformed_turns_and_refused_actions_are_counted(make: Make) -> None:
+    said = {"g0/0": ["", "fly", "go", "go", "go"], "g0/1": ["go", "", "", "stop"], "g1/0": ["go"] * 3}
+    driver, _ = make(lambda session, turn: said[session][turn])
+    driver.submit([order(0, 2), order(1, 1)])
+    done = run(driver)
+    assert (done["g0"].malformed, done["g0"].invalid_actions) == (3, 1)
+    assert (done["g1"].malformed, done["g1"].invalid_actions) == (0, 0)
+    assert done["g0"].meta.turns == (5, 4) and done["g0"].meta.success == (True, False)
+
+
+def test_a_trajectory_that_fills_the_context(make: Make, tmp_path: Path) -> None:
+    driver, _ = make(lambda session, turn: "talk 400" if turn == 1 else "go")
+    driver.submit([order(0, 1)])
+    done = run(driver)
+    assert [Status(s) for s in done["g0"].meta.status] == [Status.MAX_CONTEXT]
+    assert done["g0"].meta.total_tokens <= 120 and done["g0"].meta.trained_tokens[0] > 0
+
+
+def test_two_environments_side_by_side(make: Make) -> None:
+    driver, _ = make()
+    driver.submit([order(0, 1, environment="long"), order(1, 1)])
+    done = run(driver)
+    assert done["g0"].meta.turns == (6,) and done["g1"].meta.turns == (3,)
+
+
+def test_orders_while_others_run(make: Make) -> None:
+    driver, client = make(hold=True)
+    driver.submit([order(0, 2)])
+    while len(client.waiting) < 2:
+        driver.step(0.05)
+    with pytest.raises(DriverError, match="group 'g0' is already running"):
+        driver.submit([order(0, 2)])
+    driver.submit([order(1, 1)])
+    while len(client.waiting) < 3:
+        assert driver.step(0.05) == []
+    client.release()
+    assert sorted(run(driver)) == ["g0", "g1"]
+    driver.submit([order(0, 1)])  # a finished group's name is free again
+    assert sorted(run(driver)) == ["g0"]
+
+
+def test_a_silent_engine_is_named(make: Make) -> None:  # invariant 4
+    driver, client = make(hold=True, engine_deadline_s=0.3)
+    driver.submit([order(0, 2)])
+    while not client.waiting:
+        driver.step(0.05)
+    start = time.monotonic()
+    with pytest.raises(DriverError, match=r"engine answered none of 2 requests for 0 s \(first: g0/\d#0\)"):
+        while time.monotonic() - start < 5:
+            driver.step(0.05)
+    assert time.monotonic() - start < 2
+
+
+def test_step_does_not_block_past_its_timeout(make: Make) -> None:
+    driver, _ = make(hold=True)
+    driver.submit([order(0, 1)])
+    start = time.monotonic()
+    for _ in range(5):
+        driver.step(0.05)
+    assert time.monotonic() - start < 1.0
+
+
+def test_an_unknown_environment_is_named(make: Make) -> None:
+    driver, _ = make()
+    driver.submit([order(0, 1, environment="chess")])
+    with pytest.raises(ValueError, match="no environment 'chess'; configured are: long, walk"):
+        driver.step(0.05)
