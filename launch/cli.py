@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train a recipe",
     "eval": "evaluate a run's checkpoint on held-out tasks",
     "export": "write a run's model as a Hugging Face checkpoint",
+    "table": "train a recipe over seeds, with a control, and table what it learned",
     "quickstart": "the main job, with its result at the end",
     "bench": "measure, against a bar",
 }

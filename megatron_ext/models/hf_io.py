@@ -35,6 +35,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",
+    "chat_codec.json",
 )
 
 
@@ -119,7 +120,8 @@ def save_hf(
     tokenizer_dir: str | Path | None = None,
     max_shard_bytes: int = 4 << 30,
 ) -> Path:
-    """Writes an HF folder that ``transformers`` loads: config, safetensors (sharded when large), tokenizer files.
+    """Writes an HF folder that ``transformers`` loads: config, safetensors (sharded when large), tokenizer files, and a
+    generation config when ``hf`` says which token ends a text.
 
     ``tensors`` is consumed lazily; on the host at most one shard is held. Raises ``FileExistsError`` when the folder
     exists, ``WeightError`` when the tensors are not those of ``hf``, ``OSError`` when the disk is full: in each case
@@ -134,6 +136,9 @@ def save_hf(
         dtype = _write_weights(work, hf, tensors, max_shard_bytes)
         text = json.dumps(hf.to_dict(dtype), indent=2) + "\n"
         (work / "config.json").write_text(text, encoding="utf-8")
+        if hf.eos_token_id is not None:
+            ids = {name: hf.to_dict()[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            (work / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
         if tokenizer_dir is not None:
             _copy_tokenizer(Path(tokenizer_dir), work)
         for file in work.iterdir():

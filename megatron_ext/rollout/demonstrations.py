@@ -23,7 +23,7 @@ def demonstration_batch(
     tools: Sequence[ToolSpec],
     max_context: int,
 ) -> TrajectoryBatch:
-    """Each demonstration as a group of one. Action tokens carry mask 1, version 0 and log-prob 0 (the script is certain).
+    """Each demonstration as a group of one. Action tokens have mask 1, version 0 and log-prob 0 (a script is certain).
 
     A demonstration longer than ``max_context`` tokens is cut after the last whole turn that fits, and no success then;
     one whose first turn does not fit is an error, since nothing could be learned from it.
@@ -51,7 +51,8 @@ def demonstration_batch(
             turns += 1
         if not turns:
             raise ValueError(
-                f"demonstration of task {demo.task.task_id!r}: its first turn does not fit model.max_context={max_context}"
+                f"demonstration of task {demo.task.task_id!r}: its first turn does not fit "
+                f"model.max_context={max_context}"
             )
         whole = turns == len(demo.steps)
         status = Status.MAX_CONTEXT if not whole else Status.DONE if demo.steps[-1][1].done else Status.MAX_TURNS

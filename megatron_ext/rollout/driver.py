@@ -38,7 +38,7 @@ class DriverError(RuntimeError):
 
 @dataclass(frozen=True)
 class GroupOrder:
-    """Run ``samples`` episodes of one task. ``store`` keeps the tokens (training); evaluation needs the outcome only."""
+    """Run ``samples`` episodes of one task. ``store`` keeps the tokens (training); evaluation needs outcomes only."""
 
     group_id: str
     lease_id: str
@@ -73,7 +73,7 @@ class _Group:
 
 
 class Driver:
-    """Runs orders. ``step`` does a little work and returns the groups that finished; it never blocks past ``timeout``."""
+    """Runs orders. ``step`` does a little work and returns the groups that finished, within about ``timeout``."""
 
     def __init__(
         self,

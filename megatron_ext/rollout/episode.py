@@ -2,11 +2,11 @@
 
 Invariants (``tests/rollout/test_episode.py``):
 
-1. Token-in/token-out: the prompt of every call is the recorded ids of the session; sampled ids are appended as they came.
+1. Token-in/token-out: the prompt of every call is the session's recorded ids; sampled ids are appended as they came.
 2. An episode waits for exactly one thing at a time: its environment or its engine.
 3. Whatever goes wrong in an environment or a reward ends the episode with a status that masks and counts it; nothing is
    punished.
-4. No trajectory is longer than ``max_context``: what would not fit, with room to answer it, ends the episode unrecorded.
+4. No trajectory is longer than ``max_context``: what does not fit, with room to answer it, ends the episode unrecorded.
 5. The sampling seed depends only on (run seed, group, sample); the engine adds the position.
 """
 
@@ -193,7 +193,8 @@ class EpisodeRun:
     def _not_finite(self, reward: float) -> str:
         return f"environment {self.task.environment!r}, task {self.task.task_id!r}: step reward {reward} is not finite"
 
-    def _finish(self, status: Status, *, env_problem: str = "", reward_problem: str = "") -> None:
+    def _finish(self, status: Status, *, env_problem: str = "", reward_problem: str = "") -> GenerateRequest | None:
+        """Ends the episode. Returns None, as what calls it must: there is nothing to wait for any more."""
         reward, parts, success = 0.0, {}, False
         if status.trainable and self.first is not None:
             result = self.rewards(Episode(self.task, self.first, tuple(self.steps), status))
@@ -204,3 +205,4 @@ class EpisodeRun:
                 status, reward_problem = Status.REWARD_INVALID, result.problem
         self.counts = EpisodeCounts(self.malformed, self.invalid_actions, reward_problem, env_problem)
         self.finished = self.builder.finish(reward, parts, success, status)
+        return None

@@ -1,4 +1,4 @@
-"""Child processes: they die with their parent, leave Ctrl-C to it, and a dead one is explained by the end of its log."""
+"""Child processes: they die with their parent, leave Ctrl-C to it; a dead one is explained by the end of its log."""
 
 from __future__ import annotations
 

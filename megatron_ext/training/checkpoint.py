@@ -101,7 +101,7 @@ def load(info: CheckpointInfo, recipe: str, trainer: Trainer) -> dict[str, Any]:
 
 
 def load_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Only the model of one rank's file (a warm start, or a checkpoint to evaluate). ``chunks`` may be bare or wrapped."""
+    """Only the model of one rank's file (a warm start, or a checkpoint to evaluate); ``chunks`` bare or wrapped."""
     for number, (chunk, state) in enumerate(zip(chunks, read_payload(path)["model"], strict=True)):
         _load_local(chunk, state, f"{path} (chunk {number})")
 

@@ -32,9 +32,9 @@ DRIVER = "driver-0"
 
 @dataclass(frozen=True)
 class StepGroups:
-    """What a step found: ``drawn`` the driver's report of each group that was looked at (groups finished before a resume
-    have none), ``metas`` their metadata, ``train`` ids in order, ``filtered`` (id, reason), and the batch of the groups to
-    train on (None when every group was filtered)."""
+    """What a step found: ``drawn`` the driver's report of each group that was looked at (groups finished before a
+    resume have none), ``metas`` their metadata, ``train`` ids in order, ``filtered`` (id, reason), and the batch of the
+    groups to train on (None when every group was filtered)."""
 
     drawn: Sequence[GroupDone]
     metas: Sequence[GroupMeta]
@@ -44,7 +44,7 @@ class StepGroups:
 
 
 class Collector:
-    """The trainer's side of the rollout phase, in sync mode: a step's groups are sampled by the weights it starts from."""
+    """The trainer's side of the rollout phase, in sync mode: the weights that a step starts from sample its groups."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Collector:
         self._done: dict[str, GroupDone] = {}
 
     def collect(self, step: int) -> StepGroups:
-        """The groups of the step after ``step`` finished ones. Draws tasks until the step is full or the limit reached."""
+        """The groups of the step after ``step`` finished ones. Draws tasks until the step is full or the limit met."""
         state = self._coordinator.state
         while True:
             metas = self._ready(step)

@@ -21,7 +21,7 @@ def train_loop(run: Run) -> None:
             metrics |= report
             with run.phase("update", run.config.batch.optimizer_steps_per_batch):
                 results = run.update(batch, rows, scores, advantage)
-            metrics |= update_metrics(results, batch, rows, scores, opened, run.clock)
+            metrics |= update_metrics(results, batch, rows, scores, opened, run.clock, run.hf.num_experts)
         run.finish_step(groups)
         with run.phase("publish"):
             run.publish()

@@ -25,12 +25,14 @@ from megatron_ext.trajectory.rows import Rows
 class MicroBatch:
     """T packed tokens of R rows, n of them predicted.
 
-    ``ids`` int64 [T]; ``positions`` int64 [T]; ``cu_seqlens`` int32 [R+1]; ``logit_index``, ``target``, ``token``,
+    ``ids`` int64 [T]; ``positions`` int64 [T]; ``source`` int64 [T], the batch's token at each place; ``cu_seqlens``
+    int32 [R+1]; ``logit_index``, ``target``, ``token``,
     ``row``, ``turn`` int64 [n]. An empty micro-batch (T = 0) keeps a rank in step with the others.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
+    source: torch.Tensor
     cu_seqlens: torch.Tensor
     logit_index: torch.Tensor
     target: torch.Tensor
@@ -44,7 +46,7 @@ class MicroBatch:
 
 
 def build_microbatch(
-    batch: TrajectoryBatch, rows: Rows, members: Sequence[int], select: NDArray[np.bool_]
+    batch: TrajectoryBatch, rows: Rows, members: Sequence[int] | NDArray[np.int64], select: NDArray[np.bool_]
 ) -> MicroBatch:
     """Packs the rows ``members``; ``select`` bool [M] marks the entries of ``rows.token`` to predict."""
     starts = rows.row_offsets[:-1][list(members)]
@@ -61,6 +63,7 @@ def build_microbatch(
     return MicroBatch(
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(within.astype(np.int64)),
+        source=torch.from_numpy(token.astype(np.int64)),
         cu_seqlens=torch.from_numpy(cu.astype(np.int32)),
         logit_index=torch.from_numpy((at - 1).astype(np.int64)),
         target=torch.from_numpy(ids[at]),

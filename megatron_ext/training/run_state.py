@@ -124,7 +124,8 @@ class Run:
 
     def score(self, batch: TrajectoryBatch, rows: Rows) -> TokenScores:
         """Log-prob and entropy of the trained tokens under the weights that open the batch, once a batch."""
-        return self.trainer.score(self.microbatches(batch, rows, np.arange(rows.num_rows)), batch.num_tokens)
+        micro = self.microbatches(batch, rows, np.arange(rows.num_rows))
+        return self.trainer.score(micro, batch.num_tokens, record_experts=any(self.hf.moe_pattern))
 
     def reference_logp(self, batch: TrajectoryBatch, rows: Rows) -> torch.Tensor | None:
         if self.reference is None:

@@ -54,9 +54,9 @@ def start_engine(config: Config, hf: HFConfig, logs: Path) -> EngineControl:
 def build_chunks(
     config: Config, hf: HFConfig, backend: ResolvedBackend, aux_loss_coefficient: float | None = None
 ) -> tuple[list[GPTModel], RouterPolicy]:
-    """This rank's model chunks under the router policy, with fresh weights or ``model.weights``. Process groups must be up.
+    """This rank's model chunks under the router policy, with fresh weights or ``model.weights``.
 
-    ``aux_loss_coefficient`` replaces the model's (a warm start has its own).
+    Process groups must be up. ``aux_loss_coefficient`` replaces the model's (a warm start has its own).
     """
     # Megatron takes seconds to import, and what only wants a driver does not need it.
     from megatron_ext.models.build import build_model

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_ext.moe.load import load_metrics, routing_flips
 from megatron_ext.rollout.agreement import CONSTANT, UNTRAINABLE
 from megatron_ext.training.collect import StepGroups
 from megatron_ext.training.phases import Phases
@@ -79,14 +80,15 @@ def update_metrics(
     scores: TokenScores,
     version: int,
     clock: Phases,
+    num_experts: int,
 ) -> dict[str, float]:
-    """Loss, gradient norm and policy metrics (means over the batch's optimizer steps), drift and staleness.
+    """Loss, gradient norm and policy metrics (means over the optimizer steps that were applied), drift and staleness.
 
     ``version`` is the policy version of the weights that opened the batch: lag counts from there.
     """
-    names = sorted({name for r in results for name in r.metrics})
-    metrics = {name: float(np.mean([r.metrics[name] for r in results if name in r.metrics])) for name in names}
-    applied = [r for r in results if r.applied]
+    applied = [r for r in results if r.applied]  # what a skipped step measured may be NaN, and trained nothing
+    names = sorted({name for r in applied for name in r.metrics})
+    metrics = {name: float(np.mean([r.metrics[name] for r in applied if name in r.metrics])) for name in names}
     mask = batch.loss_mask
     difference = np.abs(scores.logp[mask].astype(np.float64) - batch.rollout_logp[mask])
     versions, counts = np.unique(batch.version[mask], return_counts=True)
@@ -105,6 +107,13 @@ def update_metrics(
         "offpolicy/lag_mean": float((lags * counts).sum() / counts.sum()),
         "offpolicy/lag_max": float(lags.max()),
     }
+    if scores.experts is not None and scores.routed is not None:
+        metrics |= load_metrics(scores.experts[scores.routed], num_experts)
+        if batch.routed is not None and batch.routed_valid is not None:
+            both = scores.routed & batch.routed_valid
+            metrics["offpolicy/routing_flips"] = float(
+                routing_flips(scores.experts[both], batch.routed[both]).mean() if both.any() else 0.0
+            )
     if applied:
         metrics |= {
             "train/loss": float(np.mean([r.loss for r in applied])),

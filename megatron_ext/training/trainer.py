@@ -2,8 +2,8 @@
 
 Invariants (``tests/training/test_trainer.py``):
 
-1. The gradient is that of ``sum(weight * per-token loss)`` over the optimizer step's global batch: no term is divided by
-   a count of this micro-batch or this rank.
+1. The gradient is that of ``sum(weight * per-token loss)`` over the optimizer step's global batch: no term is divided
+   by a count of this micro-batch or this rank.
 2. One scheduler and one optimizer step per call of ``update``.
 3. Scoring leaves parameters, gradients and optimizer untouched.
 4. A step whose gradient is not finite is skipped and counted; the parameters stay as they were.
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megatron_ext.losses.logprob import token_logprob_entropy
 from megatron_ext.losses.protocol import LossInputs, LossTerm
 from megatron_ext.losses.total import needs_entropy_grad, total_loss
-from megatron_ext.models.forward import packed_logits
+from megatron_ext.models.forward import packed_logits, record_routing
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.protocol import RouterPolicy
 from megatron_ext.training.microbatch import MicroBatch
@@ -32,10 +32,15 @@ from megatron_ext.training.microbatch import MicroBatch
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of a batch's tokens, float32 [T]; 0 where no score was asked for."""
+    """Scores of a batch's tokens, float32 [T]; 0 where no score was asked for.
+
+    ``experts`` int64 [T, L, k] of this forward (None unless recorded), valid where ``routed`` bool [T].
+    """
 
     logp: NDArray[np.float32]
     entropy: NDArray[np.float32]
+    experts: NDArray[np.int64] | None = None
+    routed: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,21 @@ class UpdateResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def _by_token(
+    by_layer: Sequence[torch.Tensor], micro: Sequence[MicroBatch], num_tokens: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Recorded experts (one [T', k] a layer, micro-batch after micro-batch) by the batch's token; which have any."""
+    layers = len(by_layer) // len(micro)
+    experts = np.zeros((num_tokens, layers, by_layer[0].shape[-1]), dtype=np.int64)
+    routed = np.zeros(num_tokens, dtype=bool)
+    for number, mb in enumerate(micro):
+        source = mb.source.numpy()
+        chosen = torch.stack(list(by_layer[number * layers : (number + 1) * layers]), dim=1)
+        experts[source] = chosen[: len(source)].cpu().numpy()  # what follows is filler
+        routed[source] = True
+    return experts, routed
+
+
 class Trainer:
     """Holds DDP-wrapped chunks and their optimizer (``training.optimizer.build``)."""
 
@@ -82,17 +102,18 @@ class Trainer:
         self._schedule = get_forward_backward_func()
 
     # -- scoring ---------------------------------------------------------------------------------------------------
-    def score(self, micro: Sequence[MicroBatch], num_tokens: int) -> TokenScores:
+    def score(self, micro: Sequence[MicroBatch], num_tokens: int, *, record_experts: bool = False) -> TokenScores:
         """Log-prob and entropy of every predicted token, under the current weights. No gradient.
 
         Returns arrays over all ``num_tokens`` tokens of the batch; entries that no micro-batch predicts stay 0.
+        ``record_experts`` also returns what the routers chose, for every token that went through the forward.
         """
         logp = np.zeros(num_tokens, dtype=np.float32)
         entropy = np.zeros(num_tokens, dtype=np.float32)
         for chunk in self.chunks:
             chunk.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), record_routing(self.chunks if record_experts else []) as routing:
                 replies = self._run(micro, self._score_loss, forward_only=True)
         finally:
             for chunk in self.chunks:
@@ -100,7 +121,9 @@ class Trainer:
         for token, values, entropies in replies:
             logp[token.numpy()] = values.numpy()
             entropy[token.numpy()] = entropies.numpy()
-        return TokenScores(logp, entropy)
+        if not routing.by_layer:
+            return TokenScores(logp, entropy)
+        return TokenScores(logp, entropy, *_by_token(routing.by_layer, micro, num_tokens))
 
     def _score_loss(self, mb: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
         logp, entropy = self._logprobs(mb, logits, entropy_grad=False)

@@ -57,8 +57,8 @@ def run_warm_start(
     on_step: Callable[[int, int, float], None],
     on_gate: Callable[[int, float, float], None],
 ) -> WarmStartReport:
-    """Trains on ``batch`` until the gate or ``max_epochs``. ``gate`` returns greedy dev success under the current weights;
-    ``on_step(step, total, loss)`` is called after each optimizer step and may raise to interrupt,
+    """Trains on ``batch`` until the gate or ``max_epochs``. ``gate`` returns greedy dev success under the current
+    weights; ``on_step(step, total, loss)`` is called after each optimizer step and may raise to interrupt,
     ``on_gate(step, loss, success)`` after each look at the gate."""
     rows = make_rows(batch)
     lengths = rows.lengths
@@ -80,7 +80,7 @@ def run_warm_start(
             tokens = torch.cat([mb.token for mb in micro])
             action = torch.from_numpy(batch.loss_mask.copy())[tokens]
             values = torch.from_numpy(raw)[tokens]
-            # Actions and observations are normalised apart: the weight of one does not depend on how many the other are.
+            # Actions and observations are normalised apart: the weight of one does not depend on the other's number.
             weight[tokens] = torch.where(action, values / action.sum(), values / (~action).sum().clamp(min=1))
             inputs = TokenInputs(zeros, zeros, zeros, weight)
             result = trainer.update(micro, inputs, terms, learning_rate(config.optimizer, step, total))

@@ -70,7 +70,7 @@ def trouble_now_and_then(session: str, turn: int) -> str:
 
 
 def by_task(session: str, turn: int) -> str:
-    """For evaluations (``eval/walk/<split>/<n>/greedy/0``): even tasks are solved; of the sampled ones sample 1 alone."""
+    """For evaluations (``eval/walk/<split>/<n>/greedy/0``): even tasks are solved greedily; when sampled, sample 1."""
     parts = session.split("/")
     task, mode, sample = int(parts[3]), parts[4], int(parts[5])
     if mode == "sampled":

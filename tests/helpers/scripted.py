@@ -46,7 +46,7 @@ def answer(codec: ChatCodec, request: GenerateRequest, text: str, version: int =
     return GenerateResult(
         request_id=request.request_id,
         ids=np.array(ids, dtype=np.int32),
-        logp=-(np.arange(len(ids), dtype=np.float32) + 1) / 4,
+        logp=(-(np.arange(len(ids)) + 1) / 4).astype(np.float32),
         versions=np.full(len(ids), version, dtype=np.int64),
         finish=finish,
         routed=None if routed is None else routed.astype(np.uint8),

@@ -90,7 +90,7 @@ def make_trainer(
 def micro_of(
     batch: TrajectoryBatch, rows: Rows, *, cap: int = 4096, members: Sequence[int] | None = None
 ) -> list[MicroBatch]:
-    """Micro-batches of the rows (all, or ``members`` in that order) under ``cap`` tokens, predicting what is trained."""
+    """Micro-batches of the rows (all, or ``members`` in that order) under ``cap`` tokens."""
     order = np.arange(rows.num_rows) if members is None else np.asarray(members, dtype=np.int64)
     plan = pack(rows.lengths[order], cap=cap)
     return [build_microbatch(batch, rows, order[part].tolist(), rows.mask) for part in plan.microbatches[0]]
@@ -123,8 +123,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     for number, chunk in enumerate(trainer.chunks):
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
-                main: torch.Tensor = vars(parameter)["main_grad"] if "main_grad" in vars(parameter) else parameter.grad
-                found[f"{number}:{name}"] = main.detach().clone()
+                found[f"{number}:{name}"] = vars(parameter)["main_grad"].detach().clone()
     return found
 
 

@@ -17,9 +17,9 @@ WALK = {"_target_": "tests.helpers.worlds.Walk"}
 
 
 class Walk:
-    """``go`` takes one of ``length`` steps, the last one succeeds; ``stop`` ends in failure; ``talk N`` is answered by N
-    words; ``nan`` earns a step reward of NaN; ``hang``, ``raise`` and ``die`` do what they say. Everything else is not
-    understood. ``data['on_reset']`` is done on reset."""
+    """``go`` takes one of ``length`` steps, the last one succeeds; ``stop`` ends in failure; ``talk N`` is answered by
+    N words; ``nan`` earns a step reward of NaN; ``hang``, ``raise`` and ``die`` do what they say. Everything else is
+    not understood. ``data['on_reset']`` is done on reset."""
 
     def __init__(self, length: int = 3) -> None:
         if length < 1:

@@ -92,8 +92,8 @@ def test_frozen_routers_are_the_same_bits(rank: ParallelContext, batch: Trajecto
 
 
 def give_biases(trainer: Trainer) -> list[torch.Tensor]:
-    """Turns on Megatron's aux-loss-free balancing, which moves expert biases without a gradient. No supported family has
-    them yet, so they are attached to the built routers."""
+    """Turns on Megatron's aux-loss-free balancing, which moves expert biases without a gradient. No supported family
+    has them yet, so they are attached to the built routers."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     config = trainer.chunks[0].module.config

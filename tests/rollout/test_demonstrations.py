@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +38,8 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatCodec:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
-    environments = {
-        "walk": WALK,
+    environments: dict[str, dict[str, Any]] = {
+        "walk": dict(WALK),
         "calculator": {
             "_target_": "megatron_ext.environments.calculator.Calculator",
             "operations": 3,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.environments.calculator import Calculator
-from megatron_ext.environments.protocol import Environment, Observation, ToolCall, key_of, stable_hash
+from megatron_ext.environments.protocol import Action, Environment, Observation, ToolCall, key_of, stable_hash
 from megatron_ext.harness.protocol import Harness, Message
 from megatron_ext.harness.template import CHATML, ChatCodec, load_codec
 from megatron_ext.harness.text import TextHarness
@@ -76,7 +76,7 @@ def play(
     requests: list[GenerateRequest] = []
     words = say if callable(say) else list(say).__getitem__
     first = environment.reset(run.task.seed, split=run.task.split, data=run.task.data)
-    step = run.on_reset(first, environment.state_hash())
+    step: Action | GenerateRequest | None = run.on_reset(first, environment.state_hash())
     while step is not None:
         if isinstance(step, GenerateRequest):
             requests.append(step)

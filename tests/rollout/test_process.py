@@ -1,4 +1,4 @@
-"""The driver as a process, and what it owes when something dies (``rollout/process.py``, ``rollout/driver_process.py``).
+"""The driver as a process, and what it owes when something dies: ``rollout/process.py``, ``driver_process.py``.
 
 Real processes throughout; the engine at the driver's end is the script player of ``tests/helpers/scripted.py``.
 """

@@ -1,4 +1,4 @@
-"""Invariants of checkpoints (numbers refer to ``megatron_ext/training/checkpoint.py``), with a real trainer and disk."""
+"""Invariants of checkpoints (numbers refer to ``megatron_ext/training/checkpoint.py``): real trainer, real disk."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from megatron_ext.trajectory.record import Status
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from megatron_ext.trajectory.task import Task
 from tests.helpers import driving
-from tests.helpers.scripted import ScriptedAddress, Script, small_codec
+from tests.helpers.scripted import Script, ScriptedAddress, small_codec
 
 TASKS = [Task(f"walk/train/{i}", "walk", i, "train") for i in range(40)]
 
@@ -46,9 +46,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def driver(folder: Path) -> Iterator[DriverProcess]:
     """One process for the module; each test opens the script it wants."""
-    process = DriverProcess(driving.spec(tmp_path_factory.mktemp("run"), concurrency=32))
+    process = DriverProcess(driving.spec(folder, concurrency=32))
     yield process
     process.close()
 
@@ -71,8 +76,11 @@ Open = Callable[..., Bench]
 
 
 @pytest.fixture
-def bench(driver: DriverProcess, tokenizer: Path, tmp_path: Path) -> Iterator[Open]:
+def bench(driver: DriverProcess, folder: Path, tokenizer: Path, tmp_path: Path) -> Iterator[Open]:
     opened: list[JournaledCoordinator] = []
+    store = TrajectoryStore(folder / "store")  # that of the driver: it writes, the trainer reads
+    for ref in store.list():  # of the tests before this one
+        store.delete(ref)
 
     def make(
         script: Script,
@@ -96,11 +104,6 @@ def bench(driver: DriverProcess, tokenizer: Path, tmp_path: Path) -> Iterator[Op
         coordinator = open_coordinator(tmp_path / "journal.jsonl")
         opened.append(coordinator)
         coordinator.resume(0, lambda meta: True)
-        # The store of the driver: it writes, the trainer reads.
-        store = TrajectoryStore(store_of(of))
-        if not opened[:-1]:
-            for ref in store.list():  # of the tests before this one
-                store.delete(ref)
         progress: list[int] = []
         collector = Collector(
             config,
@@ -117,10 +120,6 @@ def bench(driver: DriverProcess, tokenizer: Path, tmp_path: Path) -> Iterator[Op
     yield make
     for coordinator in opened:
         coordinator.close()
-
-
-def store_of(driver: DriverProcess) -> Path:
-    return driver._log.parent.parent / "store"
 
 
 def ids(*numbers: int) -> tuple[str, ...]:
@@ -231,6 +230,23 @@ def test_a_result_without_a_live_lease_is_not_taken(bench: Open) -> None:  # inv
     assert len(groups.drawn) == 1
 
 
+def test_a_late_result_that_equals_the_one_taken_keeps_its_data(bench: Open) -> None:
+    """Files are named by their contents: deleting what a refused twin points to would delete what was taken."""
+
+    def finish_elsewhere() -> None:
+        if b.coordinator.counts().leased and not b.coordinator.state.groups[ids(0)[0]].attempts:
+            wait_for(lambda: bool(b.store.list()))
+            b.coordinator.release(DRIVER, "test")
+            (leased,) = b.coordinator.lease("driver-1", 1, 0.0, 1e12)
+            (ref,) = b.store.list()
+            assert b.coordinator.finish(leased.lease_id, GroupMeta.from_batch(b.store.read(ref), ref))
+
+    b = bench(driving.first_sample_stops, check=finish_elsewhere, tasks=1)
+    groups = b.collector.collect(0)
+    assert b.coordinator.counts().refused == 1
+    assert groups.train == ids(0) and groups.batch is not None
+
+
 def test_a_stalled_driver_is_named_with_what_is_missing(tokenizer: Path, bench: Open, tmp_path: Path) -> None:
     """Invariant 3."""
     stalled = DriverProcess(driving.spec(tmp_path / "stalled"))
@@ -248,7 +264,7 @@ def test_a_stalled_driver_is_named_with_what_is_missing(tokenizer: Path, bench: 
         stalled.close()
 
 
-def test_an_interrupt_comes_through(bench: Open) -> None:
+def test_an_interrupt_comes_through(bench: Open, driver: DriverProcess) -> None:
     def stop() -> None:
         raise Interrupted
 
@@ -256,13 +272,12 @@ def test_an_interrupt_comes_through(bench: Open) -> None:
     with pytest.raises(Interrupted):
         b.collector.collect(0)
     assert b.coordinator.counts().leased == 1, "the journal knows that it was under way"
-    wait_for(lambda: bool(b.collector._driver.poll(0.1)))
+    wait_for(lambda: bool(driver.poll(0.1)))
 
 
 def test_groups_finished_before_a_resume_are_used_again(bench: Open) -> None:
     b = bench(driving.first_sample_stops, tasks=2)
     first = b.collector.collect(0)  # and the run ends before the step is consumed
-    b.coordinator.close()
     again = bench(driving.first_sample_stops, tasks=2)
     groups = again.collector.collect(0)
     assert groups.train == first.train and groups.drawn == []

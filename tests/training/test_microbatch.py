@@ -52,6 +52,9 @@ def test_every_trained_token_is_predicted_once_from_its_own_row(
             assert turn == batch.turn[token]
             seen.append(token)
     assert sorted(seen) == np.flatnonzero(batch.loss_mask).tolist()  # invariant 1
+    for mb in micro:
+        assert mb.ids.tolist() == batch.ids[mb.source.numpy()].tolist()
+        assert mb.source[mb.logit_index + 1].tolist() == mb.token.tolist()
 
 
 def test_a_rows_first_token_is_never_a_target() -> None:  # invariant 4
@@ -76,6 +79,6 @@ def test_without_members_the_microbatch_is_empty_and_typed() -> None:
     rows = make_rows(batch)
     mb = build_microbatch(batch, rows, [], rows.mask)
     assert mb.num_tokens == 0 and mb.cu_seqlens.tolist() == [0]
-    for name in ("ids", "positions", "logit_index", "target", "token", "row", "turn"):
+    for name in ("ids", "positions", "source", "logit_index", "target", "token", "row", "turn"):
         column: torch.Tensor = vars(mb)[name]
         assert column.shape == (0,) and column.dtype == torch.int64

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.losses.policy import ClipLoss
 from megatron_ext.losses.protocol import LossInputs, LossOutput, LossTerm
 from megatron_ext.losses.sft import NegativeLogLikelihood
-from megatron_ext.models.forward import packed_logits
+from megatron_ext.models.forward import packed_logits, record_routing
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.training.microbatch import MicroBatch, build_microbatch
 from megatron_ext.training.trainer import TokenInputs, Trainer
@@ -196,6 +196,24 @@ def test_scores_are_log_probs_and_entropies_at_the_temperature(
     others = ~np.asarray(batch.loss_mask)
     assert not scores.logp[others].any() and not scores.entropy[others].any()
     assert (scores.logp[~others] < 0).all() and (scores.entropy[~others] > 0).all()
+
+
+def test_recorded_experts_stand_at_their_tokens(batch: TrajectoryBatch, trainer: Trainer) -> None:
+    """Those of each row run alone; an empty micro-batch adds none, and recording changes no score."""
+    rows = rows_of(batch)
+    micro = [*micro_of(batch, rows, cap=60), build_microbatch(batch, rows, [], rows.mask)]
+    scores = trainer.score(micro, batch.num_tokens, record_experts=True)
+    plain = trainer.score(micro, batch.num_tokens)
+    assert plain.experts is None and np.array_equal(plain.logp, scores.logp)
+    assert scores.experts is not None and scores.routed is not None
+    assert scores.experts.shape == (batch.num_tokens, TINY.layers, TINY.top_k)
+    assert np.flatnonzero(scores.routed).tolist() == sorted(set(rows.token.tolist()))
+    for row in range(rows.num_rows):
+        token = rows.token[rows.span(row)]
+        ids = torch.from_numpy(batch.ids[token].astype(np.int64))
+        with torch.no_grad(), record_routing(trainer.chunks) as routing:
+            packed_logits(trainer.chunks[0], ids, torch.arange(len(ids)), torch.tensor([0, len(ids)]))
+        assert np.array_equal(scores.experts[token], routing.experts().numpy())
 
 
 def test_scoring_leaves_everything_untouched(batch: TrajectoryBatch, trainer: Trainer) -> None:  # invariant 3

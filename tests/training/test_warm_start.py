@@ -164,9 +164,10 @@ def one_step(rank: ParallelContext, batch: TrajectoryBatch, observation_weight: 
 
 
 def manual(rank: ParallelContext, batch: TrajectoryBatch, observation_weight: float) -> dict[str, torch.Tensor]:
-    """Gradient of mean NLL of the actions + observation_weight * mean NLL of the other predicted tokens, by autograd."""
+    """Gradient of mean NLL of the actions + observation_weight * mean NLL of the other predicted tokens."""
     chunk, rows = plain_model(rank), rows_of(batch)
-    action, other = [], []
+    action: list[torch.Tensor] = []
+    other: list[torch.Tensor] = []
     for row in range(rows.num_rows):
         token = rows.token[rows.span(row)]
         ids = torch.from_numpy(batch.ids[token].astype(np.int64))

@@ -1,0 +1,36 @@
+"""What a user can cause and mend: these exceptions are shown as lines, without a traceback."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_ext.config.compose import ConfigError
+
+
+def expected() -> tuple[type[Exception], ...]:
+    """The exceptions of every part. A function, because importing them all loads the training stack."""
+    from megatron_ext.config.instantiate import InstantiateError
+    from megatron_ext.environments.splits import NotEnoughTasks
+    from megatron_ext.harness.template import TemplateError
+    from megatron_ext.models.backends import BackendError
+    from megatron_ext.models.build import BuildError
+    from megatron_ext.models.hf_config import HFConfigError
+    from megatron_ext.models.hf_map import WeightError
+    from megatron_ext.models.parallel import ParallelError
+    from megatron_ext.rollout.driver import DriverError
+    from megatron_ext.rollout.engine import EngineError
+    from megatron_ext.training.checkpoint import CheckpointError
+    from megatron_ext.training.folder import FolderError
+
+    return (
+        *(ConfigError, InstantiateError, BackendError, HFConfigError, WeightError, BuildError, ParallelError),
+        *(FolderError, CheckpointError, DriverError, EngineError, TemplateError, NotEnoughTasks),
+    )
+
+
+def show(error: Exception) -> int:
+    """Prints ``error`` on stderr, one line a problem, and returns the exit status for bad input."""
+    problems = error.problems if isinstance(error, ConfigError) else str(error).splitlines()
+    for line in problems:
+        print(f"error: {line}", file=sys.stderr)
+    return 2

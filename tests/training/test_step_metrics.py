@@ -1,0 +1,206 @@
+"""Metrics of a step (``megatron_ext/training/step_metrics.py``): numbers by hand, and no name outside the table."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.rollout.agreement import CONSTANT, UNTRAINABLE
+from megatron_ext.rollout.driver import GroupDone
+from megatron_ext.rollout.events import GroupMeta
+from megatron_ext.tracking.names import check
+from megatron_ext.training.collect import StepGroups
+from megatron_ext.training.phases import Phases
+from megatron_ext.training.step_metrics import rollout_metrics, update_metrics
+from megatron_ext.training.trainer import TokenScores, UpdateResult
+from megatron_ext.trajectory import version as policy_version
+from megatron_ext.trajectory.record import Status, TrajectoryBatch, select_groups
+from megatron_ext.trajectory.rows import make_rows
+from tests.helpers.records import Traj, build, model, single, user
+
+NOW = policy_version.pack(1, 10)
+
+
+def trajectory(turns: int, reward: float, success: bool, status: Status = Status.DONE, version: int = NOW) -> Traj:
+    """``turns`` exchanges of three tokens, two of them sampled."""
+    said = [
+        part
+        for _ in range(turns)
+        for part in (user([1]), model([2, 3], mask=status.trainable, logp=-0.5, version=version))
+    ]
+    return single(said, reward=reward, success=success, status=status)
+
+
+@pytest.fixture
+def whole() -> TrajectoryBatch:
+    return build(
+        [
+            (trajectory(1, 1.0, True), trajectory(3, 0.0, False, Status.MAX_TURNS)),
+            (trajectory(2, 1.0, True), trajectory(2, 1.0, True)),
+            (trajectory(1, 0.0, False), trajectory(1, 0.0, False, Status.MAX_CONTEXT)),
+            (trajectory(1, 0.0, False, Status.ENV_ERROR), trajectory(1, 0.0, False, Status.ENV_DEADLINE)),
+            (trajectory(4, 0.5, False), trajectory(1, 0.0, False, Status.REWARD_INVALID)),
+            (trajectory(1, 0.25, False), trajectory(2, 0.0, False, Status.ABORTED)),
+        ]
+    )
+
+
+def step_groups(whole: TrajectoryBatch) -> StepGroups:
+    metas = [GroupMeta.from_batch(whole, f"ref{g}", g) for g in range(whole.num_groups)]
+    names = [meta.group_id for meta in metas]
+    train = (names[0], names[4], names[5])
+    filtered = ((names[1], CONSTANT), (names[2], CONSTANT), (names[3], UNTRAINABLE))
+    drawn = [GroupDone("", meta, malformed=1, invalid_actions=2, problems=(), seconds=0.1) for meta in metas[:5]]
+    return StepGroups(drawn, metas, train, filtered, select_groups(whole, [0, 4, 5]))
+
+
+def test_rollout_numbers(whole: TrajectoryBatch) -> None:
+    metrics = rollout_metrics(step_groups(whole), seconds=4.0)
+    check(metrics)
+    turns, sampled = 20, 2 * (20 - 1 - 1 - 1 - 2)  # untrainable trajectories have no trained tokens
+    wanted = {
+        "rollout/trajectories": 12,
+        "rollout/tokens": sampled,
+        "rollout/tokens_per_s": sampled / 4,
+        "rollout/malformed_fraction": 5 / turns,
+        "rollout/invalid_fraction": 10 / turns,
+        "rollout/turns_mean": turns / 12,
+        "rollout/turns_max": 4,
+        "rollout/tokens_mean": sampled / 12,
+        "rollout/length_mean": 3 * turns / 12,
+        "rollout/max_turns_fraction": 1 / 12,
+        "rollout/max_context_fraction": 1 / 12,
+        "rollout/env_errors": 1,
+        "rollout/env_deadlines": 1,
+        "rollout/reward_invalid": 1,
+        "rollout/aborted": 1,
+        "filter/groups_drawn": 6,
+        "filter/groups_kept": 3,
+        "filter/groups_constant": 2,
+        "filter/groups_all_success": 1,
+        "filter/groups_all_failure": 1,
+        "filter/groups_untrainable": 1,
+        "filter/kept_fraction": 0.5,
+        # over the eight trajectories whose end says something about the policy
+        "reward/mean": 3.75 / 8,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "reward/success": 3 / 8,
+        "reward/part/half": np.mean([0.5, 0.0, 0.25, 0.125]),  # of those that are trained
+    }
+    for name, value in wanted.items():
+        assert metrics[name] == pytest.approx(value), name
+    assert metrics["reward/std"] == pytest.approx(np.std([1, 0, 1, 1, 0, 0, 0.5, 0.25]))
+
+
+def test_a_step_without_groups_or_without_trainable_ones(whole: TrajectoryBatch) -> None:
+    nothing = rollout_metrics(StepGroups([], [], (), (), None), seconds=0.0)
+    check(nothing)
+    assert nothing["rollout/trajectories"] == 0 and "reward/mean" not in nothing
+    lost = rollout_metrics(
+        StepGroups([], [GroupMeta.from_batch(whole, "r", 3)], (), (("group3", UNTRAINABLE),), None), seconds=1.0
+    )
+    check(lost)
+    assert lost["rollout/trajectories"] == 2 and "reward/mean" not in lost
+    assert all(math.isfinite(value) for value in [*nothing.values(), *lost.values()])
+
+
+class Silent:
+    def start(self, *args: Any) -> None: ...
+    def phase(self, name: str, total: int | None = None) -> None: ...
+    def advance(self, done: int, note: str = "") -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+@pytest.fixture
+def trained() -> TrajectoryBatch:
+    """Sampled 0, 1 and 3 optimizer steps ago: 2, 4 and 2 tokens."""
+    then = [policy_version.pack(1, 10 - lag) for lag in (0, 1, 3)]
+    turns = (1, 2, 1)
+    return build([tuple(trajectory(n, 1.0, True, version=v) for n, v in zip(turns, then, strict=True))])
+
+
+def scored(batch: TrajectoryBatch, differences: list[float]) -> TokenScores:
+    logp = np.zeros(batch.num_tokens, dtype=np.float32)
+    logp[batch.loss_mask] = batch.rollout_logp[batch.loss_mask] + np.array(differences, dtype=np.float32)
+    return TokenScores(logp, np.zeros_like(logp))
+
+
+def test_update_numbers(trained: TrajectoryBatch) -> None:
+    rows = make_rows(trained)
+    results = [
+        UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True, metrics={"policy/ratio_mean": 1.0}),
+        UpdateResult(loss=3.0, grad_norm=6.0, lr=0.2, applied=True, metrics={"policy/ratio_mean": 1.2}),
+    ]
+    clock = Phases(Silent())
+    scores = scored(trained, [0.0, 0.25, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0])
+    metrics = update_metrics(results, trained, rows, scores, NOW, clock, num_experts=4)
+    check(metrics)
+    wanted = {
+        "train/loss": 2.0,
+        "train/grad_norm": 4.0,
+        "train/lr": 0.2,
+        "train/nan_steps": 0.0,
+        "train/tokens": 12.0,
+        "train/trained_tokens": 8.0,
+        "train/rows": 3.0,
+        "policy/ratio_mean": 1.1,
+        "rollout/entropy": 0.5,
+        "offpolicy/logp_diff_mean": 0.75 / 8,
+        "offpolicy/logp_diff_max": 0.5,
+        "offpolicy/lag_mean": (2 * 0 + 4 * 1 + 2 * 3) / 8,
+        "offpolicy/lag_max": 3.0,
+    }
+    for name, value in wanted.items():
+        assert metrics[name] == pytest.approx(value), name
+
+
+def test_skipped_steps_are_counted_and_their_numbers_left_out(trained: TrajectoryBatch) -> None:
+    good = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True, metrics={"policy/ratio_mean": 1.0})
+    bad = replace(good, loss=math.nan, grad_norm=math.nan, applied=False, metrics={"policy/ratio_mean": math.nan})
+    rows, scores, clock = make_rows(trained), scored(trained, [0.0] * 8), Phases(Silent())
+    metrics = update_metrics([good, bad], trained, rows, scores, NOW, clock, num_experts=4)
+    assert metrics["train/nan_steps"] == 1.0 and metrics["train/loss"] == 1.0 and metrics["policy/ratio_mean"] == 1.0
+    none = update_metrics([bad], trained, rows, scores, NOW, clock, num_experts=4)
+    check(none)
+    assert none["train/nan_steps"] == 1.0 and "train/loss" not in none
+    assert all(math.isfinite(value) for value in [*metrics.values(), *none.values()])
+
+
+def test_speed_is_over_the_update_phase(trained: TrajectoryBatch) -> None:
+    clock = Phases(Silent())
+    with clock("update"):
+        time.sleep(0.02)
+    good = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True)
+    metrics = update_metrics([good], trained, make_rows(trained), scored(trained, [0.0] * 8), NOW, clock, num_experts=4)
+    assert metrics["train/tokens_per_s"] == pytest.approx(12 / clock.seconds("update"))
+
+
+def test_routing_is_compared_where_both_sides_recorded_it(trained: TrajectoryBatch) -> None:
+    """Flips are tokens whose experts differ somewhere; loads are those of the training forward."""
+    size = trained.num_tokens
+    routed = np.zeros((size, 2, 2), dtype=np.uint8)
+    routed[:, :, 1] = 1  # the rollout chose experts 0 and 1 everywhere
+    valid = np.arange(size) != 5
+    batch = replace(trained, routed=routed, routed_valid=valid)
+    experts = routed.astype(np.int64)
+    experts[0, 0] = (1, 0)  # the same set
+    experts[1, 1] = (0, 3)  # one of two flipped
+    experts[5] = 3  # not recorded by the rollout
+    seen = np.arange(size) != 6
+    experts[6] = 3  # not recorded by training
+    scores = replace(scored(batch, [0.0] * 8), experts=experts, routed=seen)
+    good = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True)
+    metrics = update_metrics([good], batch, make_rows(batch), scores, NOW, Phases(Silent()), num_experts=4)
+    check(metrics)
+    assert metrics["offpolicy/routing_flips"] == pytest.approx(1 / 10), "the share of tokens with a flip"
+    assert metrics["moe/load_cv"] > 0.0 and metrics["moe/load_peak"] >= 1.0
+    plain = update_metrics([good], batch, make_rows(batch), scored(batch, [0.0] * 8), NOW, Phases(Silent()), 4)
+    assert "offpolicy/routing_flips" not in plain
