@@ -23,9 +23,9 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from launch.errors import show
 from launch.prepare import missing_packages, prepare
 from launch.table_report import arm_name, markdown, plot, read_arm, table
-from launch.train import report
 from megatron_ext.config.compose import ConfigError
 from megatron_ext.config.saved import load_resolved
 from megatron_ext.config.schema import Config
@@ -35,6 +35,7 @@ from megatron_ext.training.interrupt import Interrupted, InterruptFlag
 TIMES = "times.jsonl"
 LOOK_EVERY_S = 0.5
 STOP_WITHIN_S = 120.0
+INTERRUPTED = 130  # exit status of a run that saved and stopped
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ class Runner:
             if code == 0:
                 said = "finished"
             else:
-                said = f"failed with exit status {code}, see {self.log_of(job)}"
+                how = "was interrupted" if code == INTERRUPTED else f"failed with exit status {code}"
+                said = f"{how}, see {self.log_of(job)}"
                 self.failed.append(f"{job.name} {said}")
             self._progress.console.print(
                 f"{job.name}: {said} ({seconds / 60:.1f} min)", highlight=False, soft_wrap=True
@@ -208,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(missing)
         jobs = plan(overrides, options.seeds, options.control, folder)
     except ConfigError as error:
-        return report(error)
+        return show(error)
 
     progress = Progress(
         TextColumn("{task.description:<16}"),
@@ -243,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         made = table(recipe, list(overrides), arms)
     except ConfigError as error:
-        return report(error)
+        return show(error)
     (folder / "table.json").write_text(json.dumps(made.as_json(), indent=1) + "\n")
     text = markdown(made)
     (folder / "table.md").write_text(text)

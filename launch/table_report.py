@@ -199,7 +199,12 @@ def plot(made: Table, arms: Sequence[Arm], path: Path) -> None:
         told = told or arm.control
         left.plot(steps, success, color=colour, alpha=0.2, linewidth=0.8)
         left.plot(steps, running_mean(success, SMOOTH), color=colour, linewidth=1.8, label=label)
-    left.set(xlabel="step", ylabel="success of sampled training episodes", ylim=(0, 1), title="While training")
+    left.set(
+        xlabel="step",
+        ylabel="success of sampled training episodes",
+        ylim=(0, 1),
+        title=f"While training (mean of the last {SMOOTH} steps)",
+    )
     left.grid(alpha=0.25)
     if left.lines:
         left.legend(loc="upper left", frameon=False)

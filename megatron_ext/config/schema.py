@@ -27,9 +27,6 @@ class RunConfig:
     seed: int = opt(1, "seed of everything: initialisation, data order, sampling")
     steps: int = opt(100, "optimizer-step batches to train (one per rollout batch)")
     max_minutes: float = opt(0.0, "stop training after this many minutes, save and evaluate; 0 = no limit")
-    deterministic: bool = opt(
-        False, "fixed order and batch-invariant decoding: the same run twice gives the same metrics"
-    )
     threads: int = opt(
         2, "CPU threads of the training process; the engine gets the same number while the trainer waits"
     )

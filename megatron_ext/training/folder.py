@@ -42,8 +42,11 @@ class FolderError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunFolder:
+    """An open run folder; ``provenance`` is what ``provenance.json`` holds (versions, git state, command line)."""
+
     path: Path
     lock: IO[str]
+    provenance: Mapping[str, Any]
 
     @property
     def checkpoints(self) -> Path:
@@ -113,7 +116,7 @@ def _claim(config: Config, folder: RunFolder) -> RunFolder:
         unfinished.replace(saved)
         for sub in (folder.logs, folder.store, folder.evaluations):
             sub.mkdir(exist_ok=True)
-        folder.write_json("provenance.json", collect_provenance())
+        folder.write_json("provenance.json", folder.provenance)
     except OSError as error:
         raise FolderError(f"run folder {path} is not writable ({error.strerror}): set run.root or run.name") from error
     return folder

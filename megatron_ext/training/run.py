@@ -32,6 +32,7 @@ from megatron_ext.rollout.demonstrations import demonstration_batch
 from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.engine import EngineControl
 from megatron_ext.rollout.journal import open_coordinator
+from megatron_ext.rollout.sources import check_task_set
 from megatron_ext.tracking.composite import TrackerSet
 from megatron_ext.training import checkpoint
 from megatron_ext.training.evaluate import evaluate, load_result, save_result
@@ -73,7 +74,7 @@ def train(config: Config) -> RunResult:
             {n: instantiate(node, skip=("order",)) for n, node in ordered(config.tracking, "tracking")}
         )
         found = checkpoint.list_checkpoints(folder.checkpoints)
-        tracker.start(folder.path, as_tree(config), found[-1].step if found else None)
+        tracker.start(folder.path, {**as_tree(config), "provenance": folder.provenance}, found[-1].step if found else None)
         stack.callback(lambda: tracker.finish(_summary(folder)))
         flag = InterruptFlag()
         stack.enter_context(flag)
@@ -123,6 +124,7 @@ def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitS
         stack.callback(engine.close)
         driver.open(engine.connect(), folder.tokenizer)
         builder = _TrainerBuilder(config, hf, backend, stack)
+    check_task_set(tasks["train"], config.batch.tasks_per_step)
     source = instantiate(config.tasks.source, tasks=tasks["train"], seed=config.run.seed)
     coordinator = open_coordinator(folder.path / "journal.jsonl")
     stack.callback(coordinator.close)

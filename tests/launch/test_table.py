@@ -1,8 +1,9 @@
-"""Rows, intervals and files of the learning table; a table of real runs, made, interrupted by a failure, and resumed."""
+"""Rows, intervals and files of the learning table; a table of real runs that fail, are resumed and get longer."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -140,10 +141,9 @@ def test_real_runs_fail_resume_and_are_tabled(
     assert table.main(argv) == 1
     captured = capfd.readouterr()
     log = folder / "logs" / "seed_1_control.log"
-    assert (
-        f"error: seed_1_control failed with exit status 1, see {log}" in captured.err or "exit status 2" in captured.err
-    )
-    assert str(log) in captured.err and "note" not in captured.out and log.read_text()
+    said = rf"error: seed_1_control failed with exit status [12], see {re.escape(str(log))}"
+    assert re.search(said, captured.err)
+    assert captured.out == "" and log.read_text()
     assert not (folder / "table.md").exists()
 
     (folder / "seed_1_control" / "note.txt").unlink()

@@ -173,7 +173,7 @@ if __name__ == "__main__":
 
 
 def test_kill_9_of_the_parent_ends_driver_and_workers(tmp_path: Path, tokenizer: Path, root: Path) -> None:
-    """Also while environments hang: nobody reads a pipe then, only the kernel's signal arrives."""
+    """Also while environments hang and the driver reads no pipe (here: stopped): only the kernel's signal arrives."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     environment = os.environ | {"PYTHONPATH": str(root)}
@@ -188,6 +188,7 @@ def test_kill_9_of_the_parent_ends_driver_and_workers(tmp_path: Path, tokenizer:
         assert parent.stdout is not None and parent.stdout.readline() == "running\n"
         (driver,) = children(parent.pid, "spawn_main")
         workers = wait_for(lambda: children(driver, ""), 2)
+        os.kill(driver, signal.SIGSTOP)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
