@@ -2,7 +2,8 @@
 
 The sub-packages read in the order of the flow:
 
-    task -> rollout -> trajectory -> reward -> step agreement -> rows -> scoring -> credit -> loss -> step -> weights -> engine
+    task -> rollout -> trajectory -> reward -> step agreement -> rows
+         -> scoring -> credit -> loss -> optimizer step -> weights -> engine
 
 ``trajectory``, ``credit`` and ``losses`` are pure and import neither Megatron nor an engine.
 """

@@ -16,13 +16,10 @@ when that thread ends.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -50,6 +47,7 @@ from megatron_ext.environments.messages import (
     Step,
 )
 from megatron_ext.environments.protocol import Action, ToolSpec
+from megatron_ext.process import start_child
 from megatron_ext.trajectory.task import Task
 
 __all__ = ["Demonstration", "EnvReply", "EnvironmentFailed", "EnvironmentPool", "PoolError", "ReplyKind"]
@@ -59,12 +57,6 @@ __all__ = ["Demonstration", "EnvReply", "EnvironmentFailed", "EnvironmentPool", 
 _BATCH = 64
 _DEATHS_WITHOUT_CAUSE = 3
 _CLOSE_S = 1.0
-_BOOTSTRAP = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from megatron_ext.environments.worker import main
-main(*map(int, sys.argv[2:5]))
-"""
 
 
 class PoolError(RuntimeError):
@@ -436,29 +428,17 @@ class EnvironmentPool:
 
     # -- processes -------------------------------------------------------------------------------------------------
     def _start(self, index: int) -> _Process:
-        """A new worker. Not by ``multiprocessing``: its spawn imports the driver's main module, and with it torch."""
-        ours, theirs = socket.socketpair()
         progress_fd = Progress.allocate()
         progress = Progress(progress_fd)
         progress.write(Counters())
-        path = [str(Path(entry).resolve()) for entry in sys.path]
-        command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(path), str(theirs.fileno()), str(progress_fd)]
-        log = None if self._log_dir is None else (self._log_dir / f"env_worker_{index}.log").open("ab")
+        log = None if self._log_dir is None else self._log_dir / f"env_worker_{index}.log"
         try:
-            popen = subprocess.Popen(
-                [*command, str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(), progress_fd),
-                start_new_session=True,  # Ctrl-C reaches the driver, which then closes the pool in order
+            popen, connection = start_child(
+                "megatron_ext.environments.worker:main", str(progress_fd), log=log, pass_fds=(progress_fd,)
             )
         finally:
-            theirs.close()
             os.close(progress_fd)
-            if log is not None:
-                log.close()
-        process = _Process(popen, Connection(ours.detach()), progress)
+        process = _Process(popen, connection, progress)
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: the first receive finds out
             process.connection.send(Setup(self._environments))
         return process

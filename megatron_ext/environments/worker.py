@@ -10,10 +10,7 @@ Invariants (``tests/environments/test_pool.py``):
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import os
-import signal
 import sys
 import time
 import traceback
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
 
 # Answers are sent at least this often while a long batch runs, so that the driver can use the first ones early.
 _SEND_EVERY_S = 0.005
-_PR_SET_PDEATHSIG = 1
 
 
 def build_environment(name: str, config: Mapping[str, Any]) -> Environment:
@@ -227,20 +223,9 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when ``parent`` ends (Linux), however it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before the request was made
-        os._exit(1)
-
-
-def main(connection_fd: int, progress_fd: int, parent: int) -> None:
+def main(connection: Connection, progress_fd: str) -> None:
     """Entry point of the process that ``EnvironmentPool`` starts."""
-    die_with_parent(parent)
-    connection = Connection(connection_fd)
-    progress = Progress(progress_fd)
+    progress = Progress(int(progress_fd))
     try:
         setup: Setup = connection.recv()
         Worker(setup.environments, progress).serve(connection)

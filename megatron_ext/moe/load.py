@@ -16,7 +16,7 @@ COLD_SHARE = 0.1  # an expert below a tenth of the mean load counts as cold, as 
 
 
 def load_metrics(experts: Experts, num_experts: int) -> dict[str, float]:
-    """``moe/load_cv``, ``moe/load_peak``, ``moe/cold_fraction`` and the per-layer values of ``experts`` int [n, L, k]."""
+    """``moe/load_cv``, ``load_peak``, ``cold_fraction`` and the values of each layer, from ``experts`` int [n, L, k]."""
     layers = experts.shape[1]
     counts = np.stack([np.bincount(experts[:, i].ravel(), minlength=num_experts) for i in range(layers)])
     mean = counts.mean(axis=1, keepdims=True)
@@ -34,7 +34,7 @@ def load_metrics(experts: Experts, num_experts: int) -> dict[str, float]:
 
 
 def routing_flips(a: Experts, b: Experts) -> NDArray[np.bool_]:
-    """bool [n]: tokens for which some layer chose another set of experts in ``a`` than in ``b`` (both int [n, L, k])."""
+    """bool [n]: tokens for which some layer chose other experts in ``a`` than in ``b`` (both int [n, L, k])."""
     if a.shape != b.shape:
         raise ValueError(f"routings of different shapes: {a.shape} and {b.shape}")
     differ = np.sort(a.astype(np.int64), axis=-1) != np.sort(b.astype(np.int64), axis=-1)

@@ -13,7 +13,7 @@ class RouterPolicy(Protocol):
     """Applied once to the built model chunks, before the optimizer is made.
 
     ``config_overrides`` are fields of Megatron's ``TransformerConfig`` that the policy fixes (auxiliary losses, expert
-    bias updates); ``apply`` may set ``requires_grad``; ``check`` asserts after each optimizer step what the policy promised.
+    bias updates); ``apply`` may set ``requires_grad``; ``check`` asserts after each optimizer step what was promised.
     """
 
     def config_overrides(self) -> dict[str, Any]: ...

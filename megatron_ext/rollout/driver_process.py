@@ -9,23 +9,25 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import multiprocessing
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_ext.config.instantiate import instantiate
 from megatron_ext.environments.pool import Demonstration, EnvironmentPool
 from megatron_ext.environments.protocol import ToolSpec
 from megatron_ext.harness.template import load_codec
+from megatron_ext.process import log_tail, start_child
 from megatron_ext.rewards.compose import RewardSet
 from megatron_ext.rollout.driver import Driver, DriverError, GroupDone, GroupOrder
 from megatron_ext.rollout.episode import EpisodeLimits
-from megatron_ext.rollout.process import die_with_parent, log_tail
 from megatron_ext.trajectory.store import TrajectoryStore
 from megatron_ext.trajectory.task import Task
 
@@ -53,12 +55,8 @@ class DriverProcess:
     def __init__(self, spec: DriverSpec, start_timeout: float = 120.0) -> None:
         self._log = spec.logs / "driver.log"
         spec.logs.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("spawn")
-        self._conn, child = context.Pipe()
-        # daemon: an exit of the trainer that never came to ``close`` ends it instead of waiting for it.
-        self._process = context.Process(target=_serve, args=(child, spec), name="rollout-driver", daemon=True)
-        self._process.start()
-        child.close()
+        self._process, self._conn = start_child("megatron_ext.rollout.driver_process:serve", log=self._log)
+        self._conn.send(spec)
         self._done: list[GroupDone] = []
         self._call("hello", None, start_timeout)
 
@@ -100,16 +98,19 @@ class DriverProcess:
         done, self._done = self._done, []
         return done
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
-        if self._process.is_alive():
-            try:
+        if self._process.poll() is None:
+            with suppress(BrokenPipeError, OSError):  # it may be gone by now, which is what close wants
                 self._conn.send(("stop", None))
-                self._process.join(10.0)
-            except (BrokenPipeError, OSError):
-                pass  # it is gone already, which is what close wants
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(10.0)
+            try:
+                self._process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         self._conn.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -122,9 +123,7 @@ class DriverProcess:
         while True:
             reply = self._receive(deadline - time.monotonic())
             if reply is None:
-                raise DriverError(
-                    f"rollout driver (pid {self._process.pid}): no answer to {name!r} within {timeout:.0f} s"
-                )
+                raise DriverError(f"rollout driver (pid {self.pid}): no answer to {name!r} within {timeout:.0f} s")
             kind, value = reply
             if kind == "done":
                 self._done.extend(value)
@@ -138,35 +137,32 @@ class DriverProcess:
             reply = self._receive(0.0)
 
     def _receive(self, timeout: float) -> tuple[str, Any] | None:
-        ready = wait([self._conn, self._process.sentinel], max(timeout, 0.0))
-        if self._conn in ready or self._conn.poll(0):
-            try:
-                kind, value = self._conn.recv()
-            except (EOFError, OSError):
-                self._gone()
-            if kind == "error":
-                raise DriverError(f"rollout driver (pid {self._process.pid}): {value}; log: {self._log}")
-            return kind, value
-        if self._process.sentinel in ready:
+        # A child that dies closes its end, which makes the connection readable.
+        try:
+            if not self._conn.poll(max(timeout, 0.0)):
+                return None
+            kind, value = self._conn.recv()
+        except (EOFError, OSError):
             self._gone()
-        return None
+        if kind == "error":
+            raise DriverError(f"rollout driver (pid {self.pid}): {value}; log: {self._log}")
+        return kind, value
 
-    def _gone(self) -> None:
-        self._process.join(5.0)
+    def _gone(self) -> NoReturn:
+        try:
+            code: int | str = self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            code = "unknown"
         raise DriverError(
-            f"rollout driver (pid {self._process.pid}) ended with code {self._process.exitcode}; log {self._log}:\n"
-            f"{log_tail(self._log)}"
+            f"rollout driver (pid {self.pid}) ended with code {code}; log {self._log}:\n{log_tail(self._log)}"
         )
 
 
-def _serve(conn: Connection, spec: DriverSpec) -> None:
-    """Main function of the child."""
-    die_with_parent()
-    logging.basicConfig(
-        filename=spec.logs / "driver.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
-    )
+def serve(conn: Connection) -> None:
+    """Entry point of the child; its output goes to the log."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        _loop(conn, spec)
+        _loop(conn, conn.recv())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         logging.info("the trainer closed the pipe")
     except Exception as error:

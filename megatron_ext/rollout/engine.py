@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ class EngineError(RuntimeError):
     """The engine refused a request or is gone; the message names the engine and the fix."""
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     STOP = "stop"  # sampled a stop id
     LENGTH = "length"  # max_new_tokens reached
     CONTEXT = "context"  # the model's context is full
@@ -62,7 +62,7 @@ class SamplingParams:
 @dataclass(frozen=True)
 class GenerateRequest:
     """One call. ``session_id`` lets the engine keep the KV cache of a dialogue: the next call of the session that starts
-    with the cached ids pays only for the new ones. ``input_ids`` int32 [P] is always the whole prompt."""
+    the cached ids pays only for the new ones. ``input_ids`` int32 [P] is always the whole prompt."""
 
     request_id: str
     session_id: str

@@ -11,8 +11,8 @@ from megatron_ext.trajectory.task import Task
 class TaskSource(Protocol):
     """A stream of tasks whose whole state is in ``state_dict``.
 
-    ``draw`` is deterministic given the state: after ``load_state_dict(s)`` the same tasks follow that followed when ``s``
-    was taken. ``report`` feeds outcomes back to sources that adapt. The contract test restores at every position.
+    ``draw`` is deterministic given the state: after ``load_state_dict(s)`` the same tasks follow that followed when
+    ``s`` was taken. ``report`` feeds outcomes back to sources that adapt. The contract test restores at every position.
     """
 
     def draw(self, count: int) -> Sequence[Task]:

@@ -95,7 +95,7 @@ def open_folder(config: Config) -> RunFolder:
             f"run folder {path} is in use by process {holder}: wait for it, or set another run.name"
         ) from error
     try:
-        return _claim(config, RunFolder(path, lock))
+        return _claim(config, RunFolder(path, lock, collect_provenance()))
     except BaseException:
         lock.close()  # a refused folder is free for the next one at once
         raise

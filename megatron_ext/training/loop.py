@@ -21,13 +21,13 @@ def train_loop(run: Run) -> None:
             metrics |= report
             with run.phase("update", run.config.batch.optimizer_steps_per_batch):
                 results = run.update(batch, rows, scores, advantage)
-            metrics |= update_metrics(results, batch, rows, scores, opened, run.clock, run.hf.num_experts)
+            metrics |= update_metrics(results, batch, rows, scores, opened, run.clock, run.hf.num_experts, run.resumed)
         run.finish_step(groups)
         with run.phase("publish"):
             run.publish()
-        if run.evaluation_due():
-            metrics |= run.evaluate_dev()
         run.log(metrics)
+        if run.evaluation_due():
+            run.evaluate_dev()
         if run.checkpoint_due():
             with run.phase("save"):
                 run.save()

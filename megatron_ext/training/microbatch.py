@@ -11,7 +11,7 @@ Invariants (``tests/training/test_microbatch.py``):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -43,6 +43,10 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch on another device."""
+        return MicroBatch(*(getattr(self, item.name).to(device) for item in fields(self)))
 
 
 def build_microbatch(

@@ -33,6 +33,7 @@ from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.engine import EngineControl
 from megatron_ext.rollout.journal import open_coordinator
 from megatron_ext.rollout.sources import check_task_set
+from megatron_ext.rollout.task_source import TaskSource
 from megatron_ext.tracking.composite import TrackerSet
 from megatron_ext.training import checkpoint
 from megatron_ext.training.evaluate import evaluate, load_result, save_result
@@ -74,7 +75,9 @@ def train(config: Config) -> RunResult:
             {n: instantiate(node, skip=("order",)) for n, node in ordered(config.tracking, "tracking")}
         )
         found = checkpoint.list_checkpoints(folder.checkpoints)
-        tracker.start(folder.path, {**as_tree(config), "provenance": folder.provenance}, found[-1].step if found else None)
+        tracker.start(
+            folder.path, {**as_tree(config), "provenance": folder.provenance}, found[-1].step if found else None
+        )
         stack.callback(lambda: tracker.finish(_summary(folder)))
         flag = InterruptFlag()
         stack.enter_context(flag)
@@ -165,7 +168,7 @@ def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitS
         _continue_from(run, found[-1])
     else:
         coordinator.resume(0, lambda meta: store.exists(Ref(meta.ref)))
-        source.draw(coordinator.state.draws)
+        _skip(source, coordinator.state.draws)
         if needs_reference(run.terms):
             run.reference = trainer.snapshot()
     run.publish()
@@ -235,7 +238,7 @@ def _first_weights(
     tracker: TrackerSet,
     flag: InterruptFlag,
 ) -> Path | None:
-    """Weights that RL starts from: of a warm start (cached by everything that decides it), or None for the model's own."""
+    """Weights that RL starts from: of a warm start (cached by all that decides it), or None for the model's own."""
     warm = config.warm_start
     if not warm.enabled:
         return None
@@ -317,7 +320,14 @@ def _continue_from(run: Run, info: checkpoint.CheckpointInfo) -> None:
     run.source.load_state_dict(states["source"])
     run.coordinator.resume(info.step, lambda meta: run.store.exists(Ref(meta.ref)))
     # Draws are never undone: skip what the journal already holds.
-    run.source.draw(run.coordinator.state.draws - int(states["draws"]))
+    _skip(run.source, run.coordinator.state.draws - int(states["draws"]))
+    run.resumed = {**states["resumed"], run.coordinator.state.incarnation: run.updates}
+
+
+def _skip(source: TaskSource, count: int) -> None:
+    """Moves a source past tasks that the journal already holds, at most an epoch at a time."""
+    while count > 0:
+        count -= len(source.draw(min(count, len(source))))
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------------

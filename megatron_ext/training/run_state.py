@@ -78,6 +78,7 @@ class Run:
     reference: list[torch.Tensor] | None = None
     step: int = 0
     updates: int = 0
+    resumed: dict[int, int] = field(default_factory=dict)  # incarnation -> optimizer step it went on from
     seconds_before: float = 0.0
 
     def __post_init__(self) -> None:
@@ -120,18 +121,25 @@ class Run:
     def microbatches(self, batch: TrajectoryBatch, rows: Rows, members: NDArray[np.int64]) -> list[MicroBatch]:
         """This rank's micro-batches of the rows ``members``."""
         plan = pack(rows.lengths[members], cap=self.config.batch.tokens_per_microbatch)
-        return [build_microbatch(batch, rows, members[mb], rows.mask) for mb in plan.microbatches[0]]
+        device = self.trainer.context.device
+        return [build_microbatch(batch, rows, members[mb], rows.mask).to(device) for mb in plan.microbatches[0]]
 
     def score(self, batch: TrajectoryBatch, rows: Rows) -> TokenScores:
         """Log-prob and entropy of the trained tokens under the weights that open the batch, once a batch."""
         micro = self.microbatches(batch, rows, np.arange(rows.num_rows))
-        return self.trainer.score(micro, batch.num_tokens, record_experts=any(self.hf.moe_pattern))
+        # Interleaved pipeline chunks would report their layers out of order.
+        record = any(self.hf.moe_pattern) and len(self.trainer.chunks) == 1
+        return self.trainer.score(micro, batch.num_tokens, record_experts=record)
 
     def reference_logp(self, batch: TrajectoryBatch, rows: Rows) -> torch.Tensor | None:
         if self.reference is None:
             return None
         with self.trainer.weights(self.reference):
-            return torch.from_numpy(self.score(batch, rows).logp)
+            return self._on_device(self.score(batch, rows).logp)
+
+    def _on_device(self, values: NDArray[Any]) -> torch.Tensor:
+        """Per-token values as float32 on the training device."""
+        return torch.from_numpy(values.astype(np.float32)).to(self.trainer.context.device)
 
     # -- credit and update -----------------------------------------------------------------------------------------
     def assign_credit(self, batch: TrajectoryBatch) -> tuple[NDArray[np.float64], dict[str, float]]:
@@ -153,10 +161,10 @@ class Run:
             members = np.flatnonzero(np.isin(row_trajectory, trajectories))
             weight = token_weights(only(batch, trajectories), self.config.loss.aggregation)
             inputs = TokenInputs(
-                old_logp=torch.from_numpy(scores.logp),
-                rollout_logp=torch.from_numpy(batch.rollout_logp.copy()),
-                advantage=torch.from_numpy(advantage.astype(np.float32)),
-                weight=torch.from_numpy(weight.astype(np.float32)),
+                old_logp=self._on_device(scores.logp),
+                rollout_logp=self._on_device(batch.rollout_logp),
+                advantage=self._on_device(advantage),
+                weight=self._on_device(weight),
                 ref_logp=ref,
             )
             total = self.config.run.steps * self.config.batch.optimizer_steps_per_batch
@@ -194,8 +202,9 @@ class Run:
                 check=self.flag.check,
             )
 
-    def evaluate_dev(self) -> dict[str, float]:
-        return self.evaluate(self.dev_tasks, "dev", self.config.evaluation.samples).summary()
+    def evaluate_dev(self) -> None:
+        result = self.evaluate(self.dev_tasks, "dev", self.config.evaluation.samples)
+        self.tracker.log(self.step, result.summary())
 
     def log(self, metrics: Mapping[str, float]) -> None:
         self.tracker.log(self.step, {**metrics, **self.clock.take(), "progress/minutes": self.seconds() / 60})
@@ -208,6 +217,7 @@ class Run:
         """Writes a checkpoint of the finished step, then frees the tokens of the steps it covers."""
         states = {
             "updates": self.updates,
+            "resumed": self.resumed,
             "seconds": self.seconds(),
             "source": self.source.state_dict(),
             "draws": self.coordinator.state.draws,

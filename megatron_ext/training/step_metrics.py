@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -81,6 +81,7 @@ def update_metrics(
     version: int,
     clock: Phases,
     num_experts: int,
+    resumed: Mapping[int, int],
 ) -> dict[str, float]:
     """Loss, gradient norm and policy metrics (means over the optimizer steps that were applied), drift and staleness.
 
@@ -92,7 +93,7 @@ def update_metrics(
     mask = batch.loss_mask
     difference = np.abs(scores.logp[mask].astype(np.float64) - batch.rollout_logp[mask])
     versions, counts = np.unique(batch.version[mask], return_counts=True)
-    lags = np.array([lag(version, int(v)) for v in versions], dtype=np.float64)
+    lags = np.array([lag(version, int(v), resumed) for v in versions], dtype=np.float64)
     seconds = clock.seconds("update")
     metrics |= {
         "train/lr": results[-1].lr,

@@ -73,7 +73,7 @@ def _by_token(
     experts = np.zeros((num_tokens, layers, by_layer[0].shape[-1]), dtype=np.int64)
     routed = np.zeros(num_tokens, dtype=bool)
     for number, mb in enumerate(micro):
-        source = mb.source.numpy()
+        source = mb.source.cpu().numpy()
         chosen = torch.stack(list(by_layer[number * layers : (number + 1) * layers]), dim=1)
         experts[source] = chosen[: len(source)].cpu().numpy()  # what follows is filler
         routed[source] = True
@@ -127,7 +127,7 @@ class Trainer:
 
     def _score_loss(self, mb: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
         logp, entropy = self._logprobs(mb, logits, entropy_grad=False)
-        return logits.new_zeros(()), (mb.token, logp.float().cpu(), entropy.float().cpu())
+        return logits.new_zeros(()), (mb.token.cpu(), logp.float().cpu(), entropy.float().cpu())
 
     def _logprobs(self, mb: MicroBatch, logits: torch.Tensor, entropy_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprob_entropy(

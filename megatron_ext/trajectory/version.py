@@ -7,6 +7,8 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 UNSAMPLED = -1
 STEP_BITS = 40
 _STEP_MASK = (1 << STEP_BITS) - 1
@@ -26,7 +28,7 @@ def unpack(version: int) -> tuple[int, int]:
     return version >> STEP_BITS, version & _STEP_MASK
 
 
-def lag(now: int, then: int, undone: dict[int, int] | None = None) -> int:
+def lag(now: int, then: int, undone: Mapping[int, int] | None = None) -> int:
     """Optimizer steps between the weights that sampled a token and the current ones.
 
     A token of an earlier incarnation may come from a step that a resume undid. ``undone`` maps each incarnation to the

@@ -1,4 +1,4 @@
-"""The driver as a process, and what it owes when something dies: ``rollout/process.py``, ``driver_process.py``.
+"""The driver as a process, and what it owes when something dies: ``megatron_ext/process.py``, ``driver_process.py``.
 
 Real processes throughout; the engine at the driver's end is the script player of ``tests/helpers/scripted.py``.
 """
@@ -21,7 +21,7 @@ from megatron_ext.harness.template import COMPACT
 from megatron_ext.rollout.driver import DriverError, GroupDone, GroupOrder
 from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.episode import Sampling
-from megatron_ext.rollout.process import log_tail
+from megatron_ext.process import log_tail
 from megatron_ext.trajectory.record import Status
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from megatron_ext.trajectory.task import Task
@@ -51,9 +51,9 @@ def driver(folder: Path, tokenizer: Path) -> Iterator[DriverProcess]:
 
 def start(folder: Path, **changes: Any) -> tuple[DriverProcess, int]:
     """A driver of a test's own, and its pid."""
-    before = children(os.getpid(), "spawn_main")
+    before = children(os.getpid(), "driver_process:serve")
     driver = DriverProcess(spec(folder, **changes))
-    (pid,) = set(children(os.getpid(), "spawn_main")) - set(before)
+    (pid,) = set(children(os.getpid(), "driver_process:serve")) - set(before)
     return driver, pid
 
 
@@ -186,7 +186,7 @@ def test_kill_9_of_the_parent_ends_driver_and_workers(tmp_path: Path, tokenizer:
     )
     try:
         assert parent.stdout is not None and parent.stdout.readline() == "running\n"
-        (driver,) = children(parent.pid, "spawn_main")
+        (driver,) = children(parent.pid, "driver_process:serve")
         workers = wait_for(lambda: children(driver, ""), 2)
         os.kill(driver, signal.SIGSTOP)
     finally:
@@ -197,7 +197,7 @@ def test_kill_9_of_the_parent_ends_driver_and_workers(tmp_path: Path, tokenizer:
 
 def test_ctrl_c_is_left_to_the_parent(driver: DriverProcess) -> None:
     """A terminal sends it to the whole group: the driver goes on, and the parent decides."""
-    (pid,) = children(os.getpid(), "spawn_main")
+    (pid,) = children(os.getpid(), "driver_process:serve")
     os.kill(pid, signal.SIGINT)
     driver.run([order("after", 1)])
     assert collect(driver, 1)["after"].meta.success == (True,)

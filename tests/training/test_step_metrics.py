@@ -141,7 +141,7 @@ def test_update_numbers(trained: TrajectoryBatch) -> None:
     ]
     clock = Phases(Silent())
     scores = scored(trained, [0.0, 0.25, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0])
-    metrics = update_metrics(results, trained, rows, scores, NOW, clock, num_experts=4)
+    metrics = update_metrics(results, trained, rows, scores, NOW, clock, num_experts=4, resumed={})
     check(metrics)
     wanted = {
         "train/loss": 2.0,
@@ -166,9 +166,9 @@ def test_skipped_steps_are_counted_and_their_numbers_left_out(trained: Trajector
     good = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True, metrics={"policy/ratio_mean": 1.0})
     bad = replace(good, loss=math.nan, grad_norm=math.nan, applied=False, metrics={"policy/ratio_mean": math.nan})
     rows, scores, clock = make_rows(trained), scored(trained, [0.0] * 8), Phases(Silent())
-    metrics = update_metrics([good, bad], trained, rows, scores, NOW, clock, num_experts=4)
+    metrics = update_metrics([good, bad], trained, rows, scores, NOW, clock, num_experts=4, resumed={})
     assert metrics["train/nan_steps"] == 1.0 and metrics["train/loss"] == 1.0 and metrics["policy/ratio_mean"] == 1.0
-    none = update_metrics([bad], trained, rows, scores, NOW, clock, num_experts=4)
+    none = update_metrics([bad], trained, rows, scores, NOW, clock, num_experts=4, resumed={})
     check(none)
     assert none["train/nan_steps"] == 1.0 and "train/loss" not in none
     assert all(math.isfinite(value) for value in [*metrics.values(), *none.values()])
@@ -179,7 +179,7 @@ def test_speed_is_over_the_update_phase(trained: TrajectoryBatch) -> None:
     with clock("update"):
         time.sleep(0.02)
     good = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True)
-    metrics = update_metrics([good], trained, make_rows(trained), scored(trained, [0.0] * 8), NOW, clock, num_experts=4)
+    metrics = update_metrics([good], trained, make_rows(trained), scored(trained, [0.0] * 8), NOW, clock, num_experts=4, resumed={})
     assert metrics["train/tokens_per_s"] == pytest.approx(12 / clock.seconds("update"))
 
 
@@ -198,9 +198,9 @@ def test_routing_is_compared_where_both_sides_recorded_it(trained: TrajectoryBat
     experts[6] = 3  # not recorded by training
     scores = replace(scored(batch, [0.0] * 8), experts=experts, routed=seen)
     good = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True)
-    metrics = update_metrics([good], batch, make_rows(batch), scores, NOW, Phases(Silent()), num_experts=4)
+    metrics = update_metrics([good], batch, make_rows(batch), scores, NOW, Phases(Silent()), num_experts=4, resumed={})
     check(metrics)
     assert metrics["offpolicy/routing_flips"] == pytest.approx(1 / 10), "the share of tokens with a flip"
     assert metrics["moe/load_cv"] > 0.0 and metrics["moe/load_peak"] >= 1.0
-    plain = update_metrics([good], batch, make_rows(batch), scored(batch, [0.0] * 8), NOW, Phases(Silent()), 4)
+    plain = update_metrics([good], batch, make_rows(batch), scored(batch, [0.0] * 8), NOW, Phases(Silent()), 4, {})
     assert "offpolicy/routing_flips" not in plain

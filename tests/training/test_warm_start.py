@@ -90,7 +90,6 @@ def test_it_learns_the_script(rank: ParallelContext) -> None:
     losses = [loss for _, _, loss in record.steps]
     assert report.loss == losses[-1] < losses[0] / 4
     logp = trainer.score(micro_of(batch, rows_of(batch)), batch.num_tokens).logp
-    print(losses[0], losses[-1], np.exp(logp[batch.loss_mask]).mean())
     assert np.exp(logp[batch.loss_mask]).mean() > 0.6
 
 

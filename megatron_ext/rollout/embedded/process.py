@@ -12,19 +12,12 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
-import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+from megatron_ext.process import die_with_parent
+
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel (prctl 2) to kill this process when the thread that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the request was made
-        sys.exit("embedded engine: the process that started it is gone")
 
 
 def keep_freed_memory() -> None:
