@@ -1,12 +1,12 @@
 """Our side of the end-to-end bench, a process of its own: steps of ``megatron_ext.training`` as any run does them.
 
 ``python -m launch.benches._e2e_ours FOLDER NAME SIZE`` trains the run FOLDER/NAME from FOLDER/model and writes
-FOLDER/NAME.json. Everything is the real thing: driver process, one environment worker that plays FOLDER/tasks.jsonl with
-the user's reward function, engine process, coordinator with its journal, store, scoring of old log-probs once a batch,
-credit, update, publish. A step's seconds run from its metrics to the next ones, so that no work escapes them.
+FOLDER/NAME.json. Everything is the real thing: driver process, one environment worker that plays FOLDER/tasks.jsonl
+with the user's reward function, engine process, coordinator with its journal, store, scoring of old log-probs once a
+batch, credit, update, publish. A step's seconds run from one line of metrics to the next, so that no work escapes them.
 
-What is set: no group is filtered, so that all completions are trained; no token ends a turn; one optimizer step a batch;
-Adam; metrics go to ``metrics.jsonl`` alone.
+What is set: no group is filtered, so that all completions are trained; no token ends a turn; one optimizer step and one
+micro-batch a batch; Adam; metrics go to ``metrics.jsonl`` alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PHASES = ("rollout", "scoring", "update", "publish")
 
 
 def configuration(folder: Path, name: str, size: Size) -> Config:
-    """The run FOLDER/NAME: one step more than is measured, since seconds lie between two steps."""
+    """The run FOLDER/NAME."""
     longest = len(prompts(size)[0]) + size.new_tokens + 1  # the end token that closes a turn
     return build(
         {
@@ -31,7 +31,7 @@ def configuration(folder: Path, name: str, size: Size) -> Config:
             "run": {
                 "name": name,
                 "root": str(folder),
-                "steps": 1 + size.warmup + size.steps - 1,
+                "steps": size.warmup + size.steps,
                 "threads": size.threads,
             },
             "model": {
@@ -49,7 +49,11 @@ def configuration(folder: Path, name: str, size: Size) -> Config:
                 }
             },
             "tasks": {"environment": "letters", "train_tasks": size.prompts, "dev_tasks": 0, "test_tasks": 0},
-            "batch": {"tasks_per_step": size.prompts, "trajectories_per_task": size.samples},
+            "batch": {
+                "tasks_per_step": size.prompts,
+                "trajectories_per_task": size.samples,
+                "tokens_per_microbatch": size.completions * (longest + 8),
+            },
             "rollout": {
                 "max_turns": 1,
                 "max_new_tokens": size.new_tokens,

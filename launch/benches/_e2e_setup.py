@@ -47,8 +47,8 @@ class Size:
 
     def __str__(self) -> str:
         return (
-            f"{self.completions} completions of {self.new_tokens} tokens, {self.samples} a group; hidden {self.hidden}, "
-            f"{self.layers} layers, {self.experts} experts top-{self.top_k}, fp32, {self.threads} threads; "
+            f"{self.completions} completions of {self.new_tokens} tokens, {self.samples} a group; "
+            f"hidden {self.hidden}, {self.layers} layers, {self.experts} experts top-{self.top_k}, fp32, {self.threads} threads; "
             f"median of {self.rounds * self.steps} steps a side"
         )
 

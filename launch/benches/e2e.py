@@ -2,7 +2,7 @@
 
 Both sides are processes of their own that start from the same exported weights and take turns, so that a machine that
 slows down slows both; each turn's warm-up steps are left out. What each side runs, and how it is set, stands in
-``_e2e_ours.py`` and ``_e2e_trl.py``. Tokens per second count sampled tokens of a step over the seconds of the whole step.
+``_e2e_ours.py`` and ``_e2e_trl.py``. Tokens per second: sampled tokens of a step over the seconds of the whole step.
 """
 
 from __future__ import annotations

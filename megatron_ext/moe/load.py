@@ -16,7 +16,7 @@ COLD_SHARE = 0.1  # an expert below a tenth of the mean load counts as cold, as 
 
 
 def load_metrics(experts: Experts, num_experts: int) -> dict[str, float]:
-    """``moe/load_cv``, ``load_peak``, ``cold_fraction`` and the values of each layer, from ``experts`` int [n, L, k]."""
+    """``moe/load_cv``, ``load_peak``, ``cold_fraction`` and each layer's, from ``experts`` int [n, L, k]."""
     layers = experts.shape[1]
     counts = np.stack([np.bincount(experts[:, i].ravel(), minlength=num_experts) for i in range(layers)])
     mean = counts.mean(axis=1, keepdims=True)

@@ -61,8 +61,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One call. ``session_id`` lets the engine keep the KV cache of a dialogue: the next call of the session that starts
-    the cached ids pays only for the new ones. ``input_ids`` int32 [P] is always the whole prompt."""
+    """One call. ``session_id`` lets the engine keep the KV cache of a dialogue: its next call, when it starts with the
+    cached ids, pays only for the new ones. ``input_ids`` int32 [P] is always the whole prompt."""
 
     request_id: str
     session_id: str

@@ -179,7 +179,8 @@ def test_speed_is_over_the_update_phase(trained: TrajectoryBatch) -> None:
     with clock("update"):
         time.sleep(0.02)
     good = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True)
-    metrics = update_metrics([good], trained, make_rows(trained), scored(trained, [0.0] * 8), NOW, clock, num_experts=4, resumed={})
+    rows, scores = make_rows(trained), scored(trained, [0.0] * 8)
+    metrics = update_metrics([good], trained, rows, scores, NOW, clock, num_experts=4, resumed={})
     assert metrics["train/tokens_per_s"] == pytest.approx(12 / clock.seconds("update"))
 
 
