@@ -11,7 +11,9 @@ def expected() -> tuple[type[Exception], ...]:
     """The exceptions of every part. A function, because importing them all loads the training stack."""
     from megatron_ext.config.instantiate import InstantiateError
     from megatron_ext.environments.splits import NotEnoughTasks
+    from megatron_ext.environments.task_file import TaskFileError
     from megatron_ext.harness.template import TemplateError
+    from megatron_ext.harness.tokenizer import TokenizerError
     from megatron_ext.models.backends import BackendError
     from megatron_ext.models.build import BuildError
     from megatron_ext.models.hf_config import HFConfigError
@@ -19,12 +21,18 @@ def expected() -> tuple[type[Exception], ...]:
     from megatron_ext.models.parallel import ParallelError
     from megatron_ext.rollout.driver import DriverError
     from megatron_ext.rollout.engine import EngineError
+    from megatron_ext.rollout.journal import JournalError
+    from megatron_ext.rollout.sources import TaskSetError
+    from megatron_ext.tracking.jsonl import MetricsFileError
     from megatron_ext.training.checkpoint import CheckpointError
     from megatron_ext.training.folder import FolderError
+    from megatron_ext.trajectory.packing import PackingError
+    from megatron_ext.trajectory.store import StoreError
 
     return (
         *(ConfigError, InstantiateError, BackendError, HFConfigError, WeightError, BuildError, ParallelError),
-        *(FolderError, CheckpointError, DriverError, EngineError, TemplateError, NotEnoughTasks),
+        *(FolderError, CheckpointError, DriverError, EngineError, TemplateError, TokenizerError, NotEnoughTasks),
+        *(TaskFileError, TaskSetError, JournalError, StoreError, MetricsFileError, PackingError),
     )
 
 

@@ -6,13 +6,17 @@ progress goes to stderr. Exit status as in ``launch.train``.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
+from launch.errors import expected, show
 from launch.output import json_lines
+from launch.paths import RECIPES
 from launch.train import how_to_go_on, report, run, summary
-from megatron_ext.config.compose import ConfigError
+from megatron_ext.config.compose import ConfigError, compose
 
 USAGE = (
     "usage: bash launch/quickstart [--json] [KEY=VALUE ...]\n"
@@ -37,9 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         write = stack.enter_context(json_lines()) if "--json" in flags else None
         try:
+            overrides = next_run(overrides)
             result = run(overrides)
         except ConfigError as error:
             return report(error)
+        except expected() as error:
+            return show(error)
         if result.interrupted:
             print(how_to_go_on(overrides, result.run_dir), file=sys.stderr)
             return 130
@@ -56,6 +63,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 }
             )
     return 0
+
+
+def next_run(overrides: list[str]) -> list[str]:
+    """An unfinished run goes on; after a finished one the next has a name of its own, unless ``run.name`` is given."""
+    if any(a.startswith("run.name=") for a in overrides):
+        return overrides
+    cfg = compose(overrides, RECIPES)
+    number, name = 1, cfg.run.name
+    while _finished(Path(cfg.run.root) / name):
+        number += 1
+        name = f"{cfg.run.name}-{number}"
+    return overrides if number == 1 else [*overrides, f"run.name={name}"]
+
+
+def _finished(folder: Path) -> bool:
+    path = folder / "result.json"
+    return path.exists() and json.loads(path.read_text())["success_after"] is not None
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.errors import expected, show
 from launch.paths import RECIPES
 from launch.prepare import missing_packages, prepare
 from megatron_ext.config import help as config_help
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = run(overrides)
     except ConfigError as error:
         return report(error)
+    except expected() as error:
+        return show(error)
     if result.interrupted:
         print(how_to_go_on(overrides, result.run_dir), file=sys.stderr)
         return 130
@@ -74,9 +77,8 @@ def show_help(overrides: Sequence[str], recipes_root: Path = RECIPES) -> int:
 
 
 def report(error: ConfigError) -> int:
-    for line in error.problems:
-        print(f"error: {line}", file=sys.stderr)
-    return 2
+    """Apart from ``expected``, which loads the training stack: a typing error is answered at once."""
+    return show(error)
 
 
 def how_to_go_on(overrides: Sequence[str], run_dir: Path) -> str:

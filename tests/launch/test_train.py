@@ -62,7 +62,10 @@ def test_world_size_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
 RESULT = RunResult(0.25, 0.75, 40, 123.44, Path("runs/quickstart"), interrupted=False)
 
 
-def test_quickstart_prints_before_and_after(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_prints_before_and_after(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     seen: list[list[str]] = []
 
     def run(argv: list[str]) -> RunResult:
@@ -86,6 +89,20 @@ def test_quickstart_prints_before_and_after(monkeypatch: pytest.MonkeyPatch, cap
         "run_dir": str(Path("runs/quickstart").resolve()),
     }
     assert "progress" in captured.err
+
+
+def test_quickstart_goes_on_with_an_unfinished_run_and_starts_anew_after_a_finished_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["recipe=quickstart"]
+    run = tmp_path / "runs" / "quickstart"
+    run.mkdir(parents=True)
+    (run / "result.json").write_text(json.dumps({"success_after": None}))
+    assert quickstart.next_run(overrides) == overrides
+    (run / "result.json").write_text(json.dumps({"success_after": 0.75}))
+    assert quickstart.next_run(overrides) == [*overrides, "run.name=quickstart-2"]
+    assert quickstart.next_run([*overrides, "run.name=mine"]) == [*overrides, "run.name=mine"]
 
 
 def test_an_interrupted_run_says_how_to_go_on(
