@@ -9,22 +9,26 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from launch.paths import MEGATRON_CORE, RECIPES
 from megatron_ext.config.compose import ConfigError, collect
 from megatron_ext.config.schema import Config
 from megatron_ext.config.validate import problems
+from megatron_ext.harness.template import TemplateError, load_codec
 from megatron_ext.models.backends import BackendError, resolve_backend
-from megatron_ext.models.hf_config import HFConfigError, load_hf_config
+from megatron_ext.models.hf_config import HFConfig, HFConfigError, load_hf_config
+from megatron_ext.models.hf_io import SafetensorsReader
+from megatron_ext.models.hf_map import WeightError
 
 
 def prepare(argv: Sequence[str], recipes: Path = RECIPES) -> Config:
     """The checked configuration of ``argv``. Raises ``ConfigError`` with every problem."""
     cfg, found = collect(argv, recipes)
     if cfg is not None:
-        # torchrun and srun wrappers say how many training ranks there are; alone, this is the only one.
-        found += problems(cfg, _model_problems(cfg, found), int(os.environ.get("WORLD_SIZE", "1")))
+        hf = _hf_config(cfg, found)
+        found += problems(cfg, None if hf is None else hf.to_dict(), ranks(found))
+        if hf is not None:
+            found += _file_problems(cfg, hf)
         try:
             resolve_backend(cfg.backend)
         except BackendError as error:
@@ -34,13 +38,46 @@ def prepare(argv: Sequence[str], recipes: Path = RECIPES) -> Config:
     return cfg
 
 
-def _model_problems(cfg: Config, found: list[str]) -> dict[str, Any] | None:
-    """The model's HF ``config.json`` when it can be used; otherwise what is wrong with it is added to ``found``."""
+def ranks(found: list[str]) -> int:
+    """Training ranks: ``torchrun`` and ``srun`` wrappers say how many there are; alone, this is the only one."""
+    said = os.environ.get("WORLD_SIZE", "1")
+    if said.isdecimal() and int(said) > 0:
+        return int(said)
+    found.append(f"WORLD_SIZE={said!r} in the environment: the number of training ranks, as a launcher sets it")
+    return 1
+
+
+def _hf_config(cfg: Config, found: list[str]) -> HFConfig | None:
+    """The model's HF configuration when it can be used; otherwise what is wrong with it is added to ``found``."""
     try:
-        return load_hf_config(cfg.model.hf_config).to_dict()
+        return load_hf_config(cfg.model.hf_config)
     except HFConfigError as error:
         found += str(error).splitlines()
         return None
+
+
+def _file_problems(cfg: Config, hf: HFConfig) -> list[str]:
+    """What is wrong with the weights and the tokenizer that the configuration names; of weights, headers are read."""
+    found: list[str] = []
+    weights, tokenizer = cfg.model.weights, cfg.model.tokenizer
+    if weights:
+        try:
+            SafetensorsReader(weights).check(hf)
+        except (WeightError, HFConfigError) as error:
+            found.append("; ".join(str(error).splitlines()).replace(":; ", ": "))
+        if not tokenizer:
+            found.append(f"model.weights={weights}: needs model.tokenizer, the folder of the tokenizer they know")
+    if tokenizer:
+        try:
+            codec = load_codec(Path(tokenizer))
+        except TemplateError as error:
+            return [*found, " ".join(str(error).split())]
+        if weights and hf.vocab < codec.vocab_size:
+            found.append(
+                f"model.tokenizer={tokenizer}: has {codec.vocab_size} ids, more than the vocabulary of {hf.vocab} of "
+                "model.weights; name the folder that belongs to them"
+            )
+    return found
 
 
 def missing_packages() -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from launch.errors import expected, show
 from launch.paths import RECIPES
-from launch.prepare import missing_packages, prepare
+from launch.prepare import missing_packages, prepare, ranks
 from megatron_ext.config import help as config_help
 from megatron_ext.config.compose import ConfigError, compose, recipes
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [a for a in arguments if not a.startswith("-")]
     unknown = [flag for flag in flags if flag not in ("-h", "--help", "--print-config")]
     if unknown:
-        print(f"{unknown[0]}: no such option; there are --help and --print-config", file=sys.stderr)
+        print(f"error: {unknown[0]}: no such option; there are --help and --print-config", file=sys.stderr)
         return 2
     if "-h" in flags or "--help" in flags:
         return show_help(overrides)
@@ -60,6 +60,9 @@ def run(overrides: Sequence[str]) -> RunResult:
     if missing:
         raise ConfigError(missing)
     cfg = prepare(overrides)
+    world = ranks([])
+    if world > 1:
+        raise ConfigError([f"{world} training ranks (WORLD_SIZE): training runs on one; start a single process"])
     # Imported once everything was checked: the training stack takes seconds to load.
     from megatron_ext.training.run import train
 

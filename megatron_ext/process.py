@@ -5,7 +5,8 @@ Invariants (``tests/rollout/test_process.py``, ``tests/environments/test_pool.py
 1. A child imports nothing but its own entry point. (``multiprocessing`` would import the parent's main module again,
    and with it torch and Megatron.)
 2. A child ends when the thread that started it ends, however that ends: the kernel is asked before anything slow.
-3. Ctrl-C in a terminal does not reach children: the trainer decides when and how to stop them.
+3. Ctrl-C in a terminal does not reach children, and SIGTERM and SIGUSR1, which a scheduler sends to every process of a
+   job, do not end them: the trainer decides when and how to stop them.
 """
 
 from __future__ import annotations
@@ -72,10 +73,18 @@ def start_child(
     return process, Connection(ours.detach())
 
 
+def leave_signals_to_parent() -> None:
+    """What asks a job to stop is for the trainer, which still needs its children while it saves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Handlers, because programs that a child starts would inherit that it ignores them.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
+
+
 def run_child(entry: str, descriptor: str, parent: str, *arguments: str) -> None:
     """What a child does first; see ``start_child``."""
     die_with_parent(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     module, _, function = entry.partition(":")
     getattr(importlib.import_module(module), function)(Connection(int(descriptor)), *arguments)
 

@@ -48,8 +48,8 @@ class Size:
     def __str__(self) -> str:
         return (
             f"{self.completions} completions of {self.new_tokens} tokens, {self.samples} a group; "
-            f"hidden {self.hidden}, {self.layers} layers, {self.experts} experts top-{self.top_k}, fp32, {self.threads} threads; "
-            f"median of {self.rounds * self.steps} steps a side"
+            f"hidden {self.hidden}, {self.layers} layers, {self.experts} experts top-{self.top_k}, fp32, "
+            f"{self.threads} threads; median of {self.rounds * self.steps} steps a side"
         )
 
     def to_json(self) -> str:

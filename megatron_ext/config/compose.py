@@ -9,7 +9,7 @@ Invariants (``tests/config/test_compose.py``):
 1. Every problem of every file and override is found before anything is built, and all are reported together.
 2. A file or override that gives a plug point another ``_target_`` starts it afresh: arguments of the old one do not
    leak into the new one. Files and overrides that keep the ``_target_`` change single arguments.
-3. An entry of a map set to null, or deleted with ``~``, is gone.
+3. An entry of a map set to null, or deleted with ``~``, is gone; a map, or a map inside one, set to ``{}`` is empty.
 4. What comes out is the dataclass itself, with every value set and every interpolation resolved.
 """
 
@@ -261,13 +261,19 @@ def _plain(config: Any) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
 
 
-def _overlay(under: object, over: object) -> object:
-    """``over`` merged onto ``under``. A map that names another ``_target_`` replaces the one below it whole."""
+def _overlay(under: object, over: object, path: str = "") -> object:
+    """``over`` merged onto ``under`` at dotted ``path``. A map that names another ``_target_`` replaces the one below
+    it whole; so does ``{}`` where the schema has a map (an empty section says nothing, an empty map that it is)."""
     if not isinstance(under, dict) or not isinstance(over, dict):
         return over
     if "_target_" in under and over.get("_target_", under["_target_"]) != under["_target_"]:
         return over
-    return {**under, **{key: _overlay(under[key], value) if key in under else value for key, value in over.items()}}
+    if not over and path and (key := keys.find(Config, path)) is not None and key.kind is Kind.MAP:
+        return over
+    merged = dict(under)
+    for name, value in over.items():
+        merged[name] = _overlay(under[name], value, f"{path}.{name}".lstrip(".")) if name in under else value
+    return merged
 
 
 def _without_nulls(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,19 +3,21 @@
 Invariants (``tests/config/test_instantiate.py`` asserts each):
 
 1. Every key of a node reaches the target, is named in ``skip``, or is an error: nothing is dropped silently.
-2. Errors are one line: target, key, nearest parameter names. What the target itself raises passes through unchanged.
+2. Errors are one line: target, key, nearest parameter names. A ``ValueError`` of the target is its word on what the
+   configuration gave it and becomes one too; whatever else it raises passes through unchanged.
 3. ``ordered`` is the same for every order in which the map was written.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
+
+from megatron_ext.config.signature import Signature
 
 TARGET = "_target_"
 
@@ -75,7 +77,10 @@ def instantiate(
     if both:
         raise InstantiateError(f"{prefix}{path}: the program sets {', '.join(both)}; remove it from the configuration")
     _check(target, path, arguments, extra, prefix)
-    return target(**arguments, **extra)
+    try:
+        return target(**arguments, **extra)
+    except ValueError as error:
+        raise InstantiateError(f"{prefix}{path}: {' '.join(str(error).split())}") from error
 
 
 def ordered(plugins: Mapping[str, Any], where: str = "") -> list[tuple[str, Mapping[str, Any]]]:
@@ -98,10 +103,12 @@ def ordered(plugins: Mapping[str, Any], where: str = "") -> list[tuple[str, Mapp
 
 
 def _members(owner: object) -> list[str]:
-    """Public names of a module or class, and the modules of a package."""
+    """Public names of a class, or what a module defines itself and the modules of a package."""
     names = {name for name in dir(owner) if not name.startswith("_")}
-    if isinstance(owner, ModuleType) and hasattr(owner, "__path__"):
-        names |= {module.name for module in pkgutil.iter_modules(owner.__path__)}
+    if isinstance(owner, ModuleType):
+        names = {name for name in names if getattr(getattr(owner, name), "__module__", None) == owner.__name__}
+        if hasattr(owner, "__path__"):
+            names |= {module.name for module in pkgutil.iter_modules(owner.__path__)}
     return sorted(names)
 
 
@@ -120,35 +127,21 @@ def _near(name: str, known: Sequence[str]) -> str:
     return f"; there is {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}" if known else "; it takes none"
 
 
-_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-
-
 def _check(
     target: Callable[..., Any], path: str, arguments: Mapping[str, Any], extra: Mapping[str, Any], prefix: str
 ) -> None:
     """Unknown, missing and wrongly typed arguments, before the call, so that its own TypeErrors stay its own."""
-    parameters = inspect.signature(target).parameters
-    named = {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    }
-    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    try:
+        signature = Signature.of(target)
+    except ValueError as error:
+        raise InstantiateError(f"{prefix}{TARGET} {path} does not say what arguments it takes") from error
     for name in [*arguments, *extra]:
-        if name not in named and not open_ended:
-            raise InstantiateError(f"{prefix}{path} takes no argument {name!r}{_near(name, sorted(named))}")
-    missing = [
-        name
-        for name, parameter in named.items()
-        if parameter.default is inspect.Parameter.empty and name not in arguments and name not in extra
-    ]
+        if name not in signature.names and not signature.anything:
+            raise InstantiateError(f"{prefix}{path} takes no argument {name!r}{_near(name, sorted(signature.names))}")
+    missing = [name for name in signature.required if name not in arguments and name not in extra]
     if missing:
         raise InstantiateError(f"{prefix}{path} needs {', '.join(missing)}, which the configuration does not give")
     for name, value in arguments.items():
-        if name not in named:
-            continue
-        annotation = named[name].annotation
-        kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-        wanted = _SCALARS.get(kind)
-        if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool")):
-            raise InstantiateError(f"{prefix}{path}: {name} must be {kind}, got {value!r} ({type(value).__name__})")
+        problem = signature.misfit(name, value)
+        if problem is not None:
+            raise InstantiateError(f"{prefix}{path}: {name} {problem}")

@@ -4,19 +4,26 @@ Back ends are judged by ``models.backends.resolve_backend``, the model's own fie
 
 Invariants (``tests/config/test_validate.py``):
 
-1. Pure and complete: no file, process or device is touched, and every problem is returned, not the first.
+1. Complete, and nothing is started or written: every problem is returned, not the first. Plug points that are small
+   objects (losses, rewards, harness, credit edits, router, trackers) are built, since only they know what they refuse;
+   environments and engines are not.
 2. A line names the keys and their values, what is impossible about them, and so what to change.
 3. A configuration with no problem gives the empty list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from math import inf
+from pathlib import PurePath
 from typing import Any
 
-from megatron_ext.config import targets
+from megatron_ext.config import keys, targets
 from megatron_ext.config.instantiate import instantiate
+from megatron_ext.config.keys import Kind
 from megatron_ext.config.schema import Config, OptimizerConfig
+from megatron_ext.rewards.compose import RewardSet
 
 # Allowed values of the keys that choose by name.
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -31,6 +38,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 # Smallest allowed value of the keys that count something.
 AT_LEAST: Mapping[str, float] = {
+    "run.seed": 0,
     "run.steps": 0,
     "run.max_minutes": 0,
     "run.threads": 1,
@@ -75,16 +83,25 @@ AT_LEAST: Mapping[str, float] = {
     "checkpoint.keep": 1,
 }
 
-ABOVE_ZERO = ("rollout.env_deadline_s", "rollout.lease_deadline_s", "optimizer.lr", "warm_start.optimizer.lr")
+ABOVE_ZERO = (
+    "model.embedding_std",
+    "rollout.env_deadline_s",
+    "rollout.lease_deadline_s",
+    "optimizer.lr",
+    "warm_start.optimizer.lr",
+)
 SHARES = ("optimizer.min_lr_ratio", "warm_start.mistake_rate", "warm_start.target_success")
 MAX_VOCAB = 2048
 MIN_VOCAB = 264  # the special tokens, the 256 bytes, and at least one piece to learn
+MAX_SEED = 2**32 - 1  # what every generator takes
+ONE_PLUG_POINT = ("harness", "rollout.engine", "tasks.source")  # maps that are one plug point and cannot be empty
 
 
 def problems(cfg: Config, hf: Mapping[str, Any] | None, world_size: int = 1) -> list[str]:
     """One line a problem. ``hf`` is the model's HF ``config.json`` (None: not readable, its checks are left out);
     ``world_size`` the number of training ranks."""
     return [
+        *_run(cfg),
         *_ranges(cfg),
         *_parallel(cfg, world_size),
         *(_model(cfg, hf) if hf is not None else ()),
@@ -103,7 +120,18 @@ def _get(cfg: Config, path: str) -> Any:
     return value
 
 
+def _run(cfg: Config) -> Iterator[str]:
+    name = cfg.run.name
+    if name in ("", ".", "..") or PurePath(name).name != name:
+        yield f"run.name={name!r}: names a folder inside run.root, so it holds no slash; run.root says where that is"
+    if cfg.run.seed > MAX_SEED:
+        yield f"run.seed={cfg.run.seed}: must be at most {MAX_SEED}"
+
+
 def _ranges(cfg: Config) -> Iterator[str]:
+    for key in keys.walk(Config):
+        if key.kind is Kind.VALUE and isinstance(value := _get(cfg, key.path), float) and value in (inf, -inf):
+            yield f"{key.path}={value}: must be finite"
     for path, allowed in CHOICES.items():
         if (value := _get(cfg, path)) not in allowed:
             yield f"{path}={value}: must be one of {', '.join(allowed)}"
@@ -263,34 +291,48 @@ def _optimizer(path: str, o: OptimizerConfig) -> Iterator[str]:
 
 
 def _plug_points(cfg: Config) -> Iterator[str]:
-    """Judgements that need the plug points themselves: they are small pure objects, built from their own arguments."""
-    setters = []
-    for name, entry in cfg.credit.edits.items():
-        if any(targets.problems(f"credit.edits.{name}", entry)):
-            continue  # composing has said so
+    """Judgements that need the plug points themselves: they are small objects, built from their own arguments."""
+    lines: list[str] = []
+
+    def build(path: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` builds; None when it cannot."""
         try:
-            edit = instantiate(entry, skip=("order",), where=f"credit.edits.{name}")
-        except (TypeError, ValueError) as error:
-            yield _at("credit.edits." + name, error)
-            continue
-        if edit.traits.scale.value == "sets":
-            setters.append(name)
+            return make()
+        except Exception as error:  # it may be the user's code, and whatever that raises is an answer to this question
+            text = " ".join(str(error).split())
+            text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+            lines.append(text if text.startswith(path) else f"{path}: {text}")
+            return None
+
+    def build_each(path: str) -> dict[str, Any]:
+        """Entries of the map at ``path`` by name, without those that composing has complained about."""
+        sound = {n: e for n, e in _get(cfg, path).items() if not any(targets.problems(path, {n: e}))}
+        made = {
+            name: build(f"{path}.{name}", partial(instantiate, node, skip=("order",), where=f"{path}.{name}"))
+            for name, node in sound.items()
+        }
+        return {name: plug_point for name, plug_point in made.items() if plug_point is not None}
+
+    for path in ONE_PLUG_POINT:
+        if "_target_" not in _get(cfg, path):
+            lines.append(f"{path}: needs _target_ (the import path of what it is), got {_get(cfg, path)!r}")
+    if "_target_" in cfg.harness and not any(targets.problems("harness", cfg.harness)):
+        build("harness", partial(instantiate, cfg.harness, where="harness"))
+    for name, node in cfg.rewards.items():
+        if not any(targets.problems("rewards", {name: node})):
+            build(f"rewards.{name}", partial(RewardSet.from_config, {name: node}))
+    build_each("loss.terms")
+    build_each("tracking")
+    edits = build_each("credit.edits")
+    setters = [name for name, edit in edits.items() if edit.traits.scale.value == "sets"]
     if len(setters) > 1:
-        yield f"credit.edits: {' and '.join(setters)} each set the scale of the advantage; keep one"
-    router = cfg.model.router
-    if router and cfg.model.aux_loss_coefficient > 0 and not any(targets.problems("model.router", router)):
-        try:
-            fixed = instantiate(router, where="model.router").config_overrides()
-        except (TypeError, ValueError) as error:
-            yield _at("model.router", error)
-            return
-        if fixed.get("moe_aux_loss_coeff") == 0.0:
-            yield (
-                f"model.aux_loss_coefficient={cfg.model.aux_loss_coefficient}: the router policy "
-                f"{router['_target_']} keeps the auxiliary loss off"
+        lines.append(f"credit.edits: {' and '.join(setters)} each set the scale of the advantage; keep one")
+    coefficient = cfg.model.aux_loss_coefficient
+    if cfg.model.router and not any(targets.problems("model.router", cfg.model.router)):
+        policy = build("model.router", partial(instantiate, cfg.model.router, where="model.router"))
+        if policy is not None and coefficient > 0 and policy.config_overrides().get("moe_aux_loss_coeff") == 0.0:
+            lines.append(
+                f"model.aux_loss_coefficient={coefficient}: the router policy {cfg.model.router['_target_']} keeps the "
+                "auxiliary loss off"
             )
-
-
-def _at(path: str, error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if text.startswith(path) else f"{path}: {text}"
+    yield from lines

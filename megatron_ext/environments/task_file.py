@@ -2,8 +2,8 @@
 
 A line is an object with ``id`` and ``prompt`` (strings), optionally ``split`` (train, dev or test) and ``answer`` (a
 string, for demonstrations), and whatever else the reward function wants. The reward function is named
-``"package.module:function"`` and is called as ``function(answer_text, row)``; it returns a number, or a mapping with
-``reward`` and, optionally, ``success``.
+``package.module:function`` or ``path/to/file.py:function`` and is called as ``function(answer_text, row)``; it returns
+a number, or a mapping with ``reward`` and, optionally, ``success``.
 
 Invariants (``tests/environments/test_single_turn.py``):
 
@@ -14,7 +14,6 @@ Invariants (``tests/environments/test_single_turn.py``):
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from megatron_ext.config.functions import load_function
 from megatron_ext.environments.protocol import Action, EnvironmentEnded, Observation, ToolSpec, stable_hash
 from megatron_ext.environments.splits import SPLITS, NotEnoughTasks, check_split, split_of
 from megatron_ext.trajectory.task import Task
@@ -87,19 +87,6 @@ def _parse(path: Path, number: int, line: str) -> Row:
     return Row(value["id"], value["prompt"], split, number, value)
 
 
-def load_function(path: str) -> RewardFunction:
-    """The function named by ``"package.module:function"``."""
-    module_name, colon, function_name = path.partition(":")
-    if not colon or not module_name or not function_name:
-        raise ValueError(f"reward {path!r}: write it as package.module:function")
-    module = importlib.import_module(module_name)
-    function = vars(module).get(function_name)
-    if not callable(function):
-        raise ValueError(f"reward {path!r}: module {module_name!r} has no function {function_name!r}")
-    reward: RewardFunction = function
-    return reward
-
-
 class TaskFile:
     """Single-turn tasks of a JSON-lines file."""
 
@@ -107,12 +94,12 @@ class TaskFile:
         """
         Args:
             path: the JSON-lines file.
-            reward: the reward function, ``package.module:function``.
+            reward: the reward function, ``package.module:function`` or ``path/to/file.py:function``.
             success_at: reward from which an answer counts as solved, where the function does not say.
         """
         self._path = Path(path)
         self._reward_path = reward
-        self._reward = load_function(reward)
+        self._reward: RewardFunction = load_function(reward, "answer", "row")
         self._success_at = success_at
         self._rows = read_rows(self._path)
         self._by_split = {split: [r for r in self._rows.values() if r.split == split] for split in SPLITS}

@@ -10,7 +10,6 @@ Invariants (``tests/environments/test_pool.py``):
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 import traceback
@@ -20,6 +19,7 @@ from multiprocessing.connection import Connection
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.instantiate import instantiate
 from megatron_ext.environments.messages import (
     Call,
     Counters,
@@ -45,22 +45,9 @@ _SEND_EVERY_S = 0.005
 
 def build_environment(name: str, config: Mapping[str, Any]) -> Environment:
     """The environment that ``{_target_: package.module.Class, ...}`` describes; the other keys are its arguments."""
-    arguments = dict(config)
-    target = arguments.pop("_target_", None)
-    if not isinstance(target, str) or "." not in target:
-        raise ValueError(
-            f"environments.{name}: _target_ must be an import path like package.module.Class, got {target!r}"
-        )
-    module_name, _, class_name = target.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"environments.{name}: cannot import {module_name!r}: {error}") from error
-    if class_name not in vars(module):
-        raise ValueError(f"environments.{name}: module {module_name!r} has no {class_name!r}")
-    environment = vars(module)[class_name](**arguments)
+    environment = instantiate(config, where=f"environments.{name}")
     if not isinstance(environment, Environment):
-        raise ValueError(f"environments.{name}: {target} does not implement the environment protocol")
+        raise ValueError(f"environments.{name}: {config['_target_']} does not implement the environment protocol")
     return environment
 
 

@@ -10,6 +10,7 @@ Invariants (``tests/models/test_hf_config.py``):
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -162,14 +163,15 @@ class HFConfig:
 def from_dict(raw: Mapping[str, Any], source: str = "config.json") -> HFConfig:
     """``HFConfig`` of a parsed ``config.json``. Raises ``HFConfigError`` naming every bad field."""
     family = raw.get("model_type")
-    if family not in _ARCHITECTURE:
+    if not isinstance(family, str) or family not in _ARCHITECTURE:
         raise HFConfigError(f"{source}: model_type {family!r} is not supported; use one of {', '.join(_ARCHITECTURE)}")
     errors = [
         f"{key}={raw[key]!r} is not supported (only {off[0]!r})"
         for key, off in _OFF.items()
         if key in raw and raw[key] not in off
     ]
-    sliding = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
+    kinds = raw.get("layer_types") or ()
+    sliding = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, (list, tuple)) else [kinds]
     if sliding:
         errors.append(f"layer_types holds {sliding[0]!r}; only full_attention is supported")
 
@@ -180,11 +182,20 @@ def from_dict(raw: Mapping[str, Any], source: str = "config.json") -> HFConfig:
         for name in renamed.get(key, (key,)):
             value = raw.get(name)
             if value is not None:
-                if kind is bool and not isinstance(value, bool) or kind is int and not _is_int(value):
-                    errors.append(f"{name} must be {kind.__name__}, got {value!r}")
-                return value
+                return read(name, kind, kind())
         errors.append(f"{key} is missing")
         return kind()
+
+    def read(key: str, kind: type, default: Any) -> Any:
+        """The value of ``key``, or ``default`` where it is absent or of another type, which is an error."""
+        value = raw.get(key)
+        if value is None:
+            return default
+        numbers = (int, float) if kind is float else kind
+        if not isinstance(value, numbers) or (kind is not bool and isinstance(value, bool)):
+            errors.append(f"{key} must be {kind.__name__}, got {value!r}")
+            return default
+        return value
 
     fields: dict[str, Any] = {
         "vocab": need("vocab_size", int),
@@ -201,25 +212,33 @@ def from_dict(raw: Mapping[str, Any], source: str = "config.json") -> HFConfig:
             "top_k": need("num_experts_per_tok", int),
             "moe_intermediate": need("moe_intermediate_size", int),
             "norm_topk_prob": need("norm_topk_prob", bool),
-            "decoder_sparse_step": raw.get("decoder_sparse_step", 1),
-            "mlp_only_layers": tuple(raw.get("mlp_only_layers") or ()),
+            "decoder_sparse_step": read("decoder_sparse_step", int, 1),
+            "mlp_only_layers": tuple(read("mlp_only_layers", list, [])),
         }
+        if not all(_is_int(layer) for layer in fields["mlp_only_layers"]):
+            errors.append(f"mlp_only_layers must hold whole numbers, got {raw['mlp_only_layers']!r}")
+    given_head_dim = read("head_dim", int, 0)
+    fields |= {
+        "rms_eps": float(read("rms_norm_eps", float, 1e-6)),
+        "initializer_range": float(read("initializer_range", float, 0.02)),
+        "tie_word_embeddings": read("tie_word_embeddings", bool, False),
+        "bos_token_id": read("bos_token_id", int, None),
+        "pad_token_id": read("pad_token_id", int, None),
+    }
+    eos = raw.get("eos_token_id")
+    several = tuple(eos) if isinstance(eos, list) else (eos,)
+    if eos is not None and not all(_is_int(token) for token in several):
+        errors.append(f"eos_token_id must be int or a list of them, got {eos!r}")
     if errors:
         raise HFConfigError(f"{source}: " + "; ".join(errors))
     # The default of transformers: Qwen3 has a fixed head_dim, Qwen3-MoE divides the hidden size.
-    head_dim = raw.get("head_dim") or (128 if family == "qwen3" else fields["hidden"] // fields["heads"])
-    eos = raw.get("eos_token_id")
+    divided = 128 if family == "qwen3" else fields["hidden"] // max(1, fields["heads"])
     try:
         return HFConfig(
             family=family,
-            head_dim=head_dim,
+            head_dim=given_head_dim or divided,
             rope_theta=theta,
-            rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            initializer_range=float(raw.get("initializer_range", 0.02)),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-            pad_token_id=raw.get("pad_token_id"),
+            eos_token_id=several if isinstance(eos, list) else eos,
             **fields,
         )
     except HFConfigError as error:
@@ -232,15 +251,22 @@ def _is_int(value: object) -> bool:
 
 def _rope_theta(raw: Mapping[str, Any], errors: list[str]) -> float:
     """Reads the flat form (``rope_theta``, ``rope_scaling``) and that of transformers 5 (``rope_parameters``)."""
-    parameters = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or {}
+    parameters, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    for key, form in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(form, dict):
+            errors.append(f"{key} must be an object, got {form!r}")
+            return 1.0
     for key, form in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         kind = form.get("rope_type", form.get("type", "default"))
         if kind != "default":
             errors.append(f"{key}.rope_type={kind!r} is not supported (only 'default')")
         if form.get("partial_rotary_factor", 1.0) != 1.0:
             errors.append(f"{key}.partial_rotary_factor={form['partial_rotary_factor']} is not supported (only 1.0)")
-    given = {float(form["rope_theta"]) for form in (raw, parameters) if form.get("rope_theta") is not None}
+    thetas = [form["rope_theta"] for form in (raw, parameters) if form.get("rope_theta") is not None]
+    if not all(isinstance(theta, (int, float)) and not isinstance(theta, bool) for theta in thetas):
+        errors.append(f"rope_theta must be float, got {thetas[0]!r}")
+        return 1.0
+    given = {float(theta) for theta in thetas}
     if not given:
         errors.append("rope_theta is missing (neither rope_theta nor rope_parameters.rope_theta)")
         return 1.0
@@ -257,11 +283,25 @@ def load_hf_config(path: str | Path) -> HFConfig:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise HFConfigError(f"{file} does not exist; model.hf_config names a config.json or its folder") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise HFConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # no JSON, or no UTF-8
         raise HFConfigError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise HFConfigError(f"{file} must hold a JSON object")
     return from_dict(raw, str(file))
+
+
+# What two descriptions of one checkpoint may differ in: which ids mean what, how fresh weights are drawn, how long a
+# text may be. The rest decides what the weights compute.
+_NOT_ARCHITECTURE = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings")
+
+
+def differences(hf: HFConfig, other: HFConfig) -> list[str]:
+    """Architecture fields in which two HF configurations differ, ``field: value and value``."""
+    names = [field.name for field in dataclasses.fields(HFConfig) if field.name not in _NOT_ARCHITECTURE]
+    pairs = {name: (getattr(hf, name), getattr(other, name)) for name in names}
+    return [f"{name}: {ours!r} and {theirs!r}" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
 
 def compare(hf: HFConfig, config: TransformerConfig) -> list[str]:

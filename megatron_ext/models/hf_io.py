@@ -3,8 +3,8 @@
 Invariants (``tests/models/test_hf_io.py``):
 
 1. Reading maps files into memory and copies only the slice asked for.
-2. Before anything is read, the names and shapes in the folder are compared with the configuration: missing, extra and
-   misshapen tensors are all named in one error.
+2. Before anything is read, the folder is compared with the configuration: fields of its own ``config.json`` that differ
+   (some change what the weights compute and no shape), missing, extra and misshapen tensors are named in one error.
 3. A folder written here appears whole, by rename, or not at all.
 """
 
@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_ext.models.hf_config import HFConfig
+from megatron_ext.models.hf_config import HFConfig, differences, load_hf_config
 from megatron_ext.models.hf_map import WeightError, hf_shapes
 
 _SINGLE = "model.safetensors"
@@ -88,20 +88,25 @@ class SafetensorsReader:
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
     def check(self, hf: HFConfig) -> None:
-        """Raises ``WeightError`` naming every tensor that is missing, extra or of another shape than ``hf`` says."""
+        """Raises ``WeightError`` naming every field of the folder's ``config.json`` that differs from ``hf``, and every
+        tensor that is missing, extra or of another shape. Reads headers only."""
         want = hf_shapes(hf)
         have = set(self._file_of)
         extra = have - want.keys()
         if hf.tie_word_embeddings and _HEAD in extra and self._head_is_embedding():
             extra.remove(_HEAD)  # some tied checkpoints store the shared matrix twice
-        errors = [f"tensor {name} is missing" for name in want if name not in have]
+        errors = []
+        if (self.folder / "config.json").is_file():
+            own = load_hf_config(self.folder)
+            errors += [f"{line} in its config.json" for line in differences(hf, own)]
+        errors += [f"tensor {name} is missing" for name in want if name not in have]
         errors += [f"tensor {name} is not part of this model" for name in sorted(extra)]
         for name, shape in want.items():
             if name in have and self.shape(name) != shape:
                 errors.append(f"tensor {name} has shape {self.shape(name)}, the config says {shape}")
         if errors:
             shown = errors[:20] + ([f"... and {len(errors) - 20} more"] if len(errors) > 20 else [])
-            raise WeightError(f"{self.folder} does not fit its config:\n" + "\n".join(shown))
+            raise WeightError(f"{self.folder} does not fit the HF config of the model:\n" + "\n".join(shown))
 
     def _head_is_embedding(self, rows: int = 8192) -> bool:
         if _EMBEDDING not in self._file_of or self.shape(_HEAD) != self.shape(_EMBEDDING):

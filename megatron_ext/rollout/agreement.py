@@ -58,7 +58,7 @@ def agree(
         filters: ``constant_groups`` and ``tolerance``, and ``draw_limit`` in multiples of ``tasks_per_step``.
         own_signal: an edit declares a signal in constant groups, which are then kept.
         draws_so_far: groups drawn for this step, finished or not.
-        in_flight: groups queued or leased, that will still finish.
+        in_flight: groups that will still be offered: queued, leased, or finished behind one that is not.
         ranks: data-parallel ranks.
     """
     if tasks_per_step < 1 or ranks < 1:

@@ -118,7 +118,6 @@ class Coordinator:
         self.groups: dict[str, Group] = {}
         self.incarnation = -1
         self.step = 0
-        self.resumed: dict[int, int] = {}  # incarnation -> the step it went on from, as ``version.lag`` wants it
         self.checkpoints: list[int] = []
         self._order: list[str] = []  # number -> group id
         self._queue: list[int] = []  # numbers of queued groups, ascending
@@ -297,7 +296,6 @@ class Coordinator:
             self._requeue(group)
         self.checkpoints = [step for step in self.checkpoints if step <= event.step]
         self.step, self.incarnation = event.step, event.incarnation
-        self.resumed[event.incarnation] = event.step
 
     def _apply_consumed(self, event: Consumed) -> None:
         trained = ((group_id, State.CONSUMED, "") for group_id in event.groups)

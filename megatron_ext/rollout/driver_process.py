@@ -204,6 +204,9 @@ def _loop(conn: Connection, spec: DriverSpec) -> None:
                 conn.send(("ok", value))
             if driver is not None and driver.busy:
                 done = driver.step(0.05)
+                for group in done:
+                    for problem in group.problems:
+                        logging.warning("group %s: %s", group.group_id, problem)
                 if done:
                     conn.send(("done", done))
     finally:

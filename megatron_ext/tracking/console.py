@@ -126,7 +126,8 @@ class ConsoleTracker:
         shown = [
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in summary.items()
         ]
-        self._say("finished" + (": " + ", ".join(shown) if shown else ""))
+        if shown:  # without a result the run failed, and the error is told by whom it reaches
+            self._say("finished: " + ", ".join(shown))
 
     def _remaining(self, step: int) -> list[str]:
         if self._first is None or not self._first[0] < step < self._steps:

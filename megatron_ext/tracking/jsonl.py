@@ -6,6 +6,7 @@ Invariants (``tests/tracking/test_contract.py`` and ``test_jsonl.py`` assert eac
 2. Steps only grow. On resume the lines of later, undone steps are dropped in one atomic replacement of the file.
 3. A line torn by a crash is dropped when the file is opened again; other damage is an error that names the line.
 4. Values that are not finite are written as null, so that every line is valid JSON.
+5. A full disk is a ``MetricsFileError``; the steps before the refused one can still be read.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFileError(ValueError):
-    """A metrics file that cannot be read, or a step out of order."""
+    """A metrics file that cannot be read or written, or a step out of order."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -45,7 +47,7 @@ class JsonlTracker:
     """Appends to ``<run_dir>/metrics.jsonl``."""
 
     def __init__(self) -> None:
-        self._file: IO[bytes] | None = None
+        self._file: FileIO | None = None
         self._last: dict[str, Any] = {}
         self._last_at = 0
 
@@ -60,10 +62,9 @@ class JsonlTracker:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        self._file = path.open("r+b")
-        self._file.seek(0, os.SEEK_END)
+        self._file = path.open("r+b", buffering=0)  # unbuffered: what a full disk refuses must not be tried again
         self._last = kept[-1] if kept else {}
-        self._last_at = self._file.tell() - (len(_line(self._last)) if kept else 0)
+        self._last_at = self._file.seek(0, os.SEEK_END) - (len(_line(self._last)) if kept else 0)
 
     def phase(self, name: str, total: int | None = None) -> None:
         """Phases are not recorded; their durations are metrics (``time/<phase>``)."""
@@ -80,9 +81,15 @@ class JsonlTracker:
         self._last |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         # A joined line is longer than the one it replaces, or as long: writing over it leaves nothing behind.
         file.seek(self._last_at)
-        file.write(_line(self._last))
-        file.truncate()
-        file.flush()
+        view = memoryview(_line(self._last))
+        try:
+            while view.nbytes:
+                view = view[file.write(view) :]
+            file.truncate()
+        except OSError as error:
+            raise MetricsFileError(
+                f"{file.name}: step {step} not written: {error.strerror}; free space and continue the run"
+            ) from error
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         file = self._open()
@@ -90,7 +97,7 @@ class JsonlTracker:
         file.close()
         self._file = None
 
-    def _open(self) -> IO[bytes]:
+    def _open(self) -> FileIO:
         if self._file is None:
             raise RuntimeError("the metrics file is not open: call start() first")
         return self._file

@@ -69,6 +69,7 @@ class WandbTracker:
         id_file = run_dir / ID_FILE
         continues = id_file.exists()
         run_id = id_file.read_text().strip() if continues else secrets.token_hex(4)
+        id_file.write_text(run_id + "\n")  # before the run exists: a kill in between must not leave it without its id
         try:
             if self._mode == "online" or (self._mode == "auto" and wandb.login(prompt=False, verify=False)):
                 rewind_to = resumed_from if continues else None
@@ -83,7 +84,6 @@ class WandbTracker:
             _supersede(run_dir / "wandb", run_id, keep=Path(self._run.dir).parent)
             if resumed_from is not None:
                 self._replay(run_dir / FILE_NAME, resumed_from)
-        id_file.write_text(run_id + "\n")
 
     def phase(self, name: str, total: int | None = None) -> None:
         """Phases are not sent; their durations are metrics (``time/<phase>``)."""

@@ -78,6 +78,7 @@ def save(root: Path, step: int, recipe: str, trainer: Trainer, states: Mapping[s
             f"cannot save checkpoint {final}: {error}. Older checkpoints are untouched; free space and continue the run"
         ) from error
     for old in list_checkpoints(root)[:-keep] if keep > 0 else []:
+        (old.folder / MARK).unlink()  # first: a kill in the middle must not leave a mark on half a checkpoint
         shutil.rmtree(old.folder)
     return final
 

@@ -6,6 +6,7 @@ Invariants (``tests/training/test_collect.py``):
 2. A step draws at most ``draw_limit * tasks_per_step`` groups, then trains on what it has.
 3. A driver that stalls past the lease deadline is an error that names the groups that are missing.
 4. Groups are agreed on in the order they were added, not in the order they happened to finish.
+5. A resumed step draws no more than the same step without the interruption: what is under way again is waited for.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Collector:
                 filters=self._config.credit.filter,
                 own_signal=self._own_signal,
                 draws_so_far=counts.draws - counts.consumed - counts.filtered,
-                in_flight=counts.queued + counts.leased,
+                # Groups that finished behind one that is queued again are not offered yet, and need no substitute.
+                in_flight=counts.queued + counts.leased + counts.finished - len(metas),
                 ranks=1,
             )
             if agreement.missing == 0 or agreement.exhausted:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.rollout.driver import GroupDone, GroupOrder
+from megatron_ext.rollout.driver import DriverError, GroupDone, GroupOrder
 from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.episode import Sampling
 from megatron_ext.training.evaluation import EvalResult
@@ -34,7 +34,8 @@ def evaluate(
     """Plays every task once greedily and ``samples`` times at ``temperature``.
 
     ``progress`` is told finished groups; ``check`` may raise to interrupt. Trajectories that ended through no fault of
-    the policy (environment error or deadline) count as failures here and are reported in the driver's log.
+    the policy (environment error or deadline) count as failures and are told in the driver's log. ``DriverError`` when
+    no group finishes for ``timeout`` seconds.
     """
     orders = [GroupOrder(f"eval/{t.task_id}/greedy", "", t, 1, Sampling(temperature=0.0), store=False) for t in tasks]
     if samples:
@@ -42,15 +43,15 @@ def evaluate(
         orders += [GroupOrder(f"eval/{t.task_id}/sampled", "", t, samples, sampling, store=False) for t in tasks]
     done = run_orders(driver, orders, progress=progress, check=check, timeout=timeout)
     greedy = [done[f"eval/{t.task_id}/greedy"].meta for t in tasks]
-    sampled = [done[f"eval/{t.task_id}/sampled"].meta.success for t in tasks if samples]
+    drawn = [done[f"eval/{t.task_id}/sampled"].meta for t in tasks if samples]
     return EvalResult(
         name=name,
         tasks=tuple(t.task_id for t in tasks),
         greedy=np.array([m.success[0] for m in greedy], dtype=bool),
-        sampled=np.array(sampled, dtype=bool).reshape(len(tasks), samples),
+        sampled=np.array([m.success for m in drawn], dtype=bool).reshape(len(tasks), samples),
         turns=np.array([m.turns[0] for m in greedy], dtype=np.float64),
         reward=np.array([m.rewards[0] for m in greedy], dtype=np.float64),
-        lost=sum(not Status(m.status[0]).trainable for m in greedy),
+        lost=sum(not Status(status).trainable for m in (*greedy, *drawn) for status in m.status),
     )
 
 
@@ -74,7 +75,7 @@ def run_orders(
         progress(len(done))
         if time.monotonic() - last > timeout:
             missing = next(o.group_id for o in orders if o.group_id not in done)
-            raise TimeoutError(
+            raise DriverError(
                 f"rollout driver: no group finished for {timeout:.0f} s; waiting for {missing!r} among others"
             )
     return done

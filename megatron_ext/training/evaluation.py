@@ -98,7 +98,8 @@ class EvalResult:
 
     ``name`` of the set; ``tasks`` ids [n]; ``greedy`` bool [n]: solved by the greedy trajectory; ``sampled`` bool
     [n, s]: solved by each sampled one (s may be 0); ``turns`` [n]: model turns of the greedy trajectory; ``reward`` [n]
-    of the greedy trajectory. Trajectories lost to environment errors count as failures; ``lost`` says how many.
+    of the greedy trajectory. Trajectories lost to environment errors count as failures; ``lost`` says how many, greedy
+    and sampled.
     """
 
     name: str

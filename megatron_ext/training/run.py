@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from megatron_ext.config.saved import as_tree
 from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.credit.base import Baseline
 from megatron_ext.credit.pipeline import Pipeline
-from megatron_ext.harness.template import COMPACT, ChatCodec, load_codec
+from megatron_ext.harness.template import COMPACT, TEMPLATE_FILE, ChatCodec, load_codec
 from megatron_ext.harness.tokenizer import learn_tokenizer, save_tokenizer
 from megatron_ext.losses.protocol import LossTerm
 from megatron_ext.losses.total import needs_reference
@@ -74,33 +76,40 @@ def train(config: Config) -> RunResult:
         tracker = TrackerSet(
             {n: instantiate(node, skip=("order",)) for n, node in ordered(config.tracking, "tracking")}
         )
+        summary: dict[str, Any] = {}  # filled when there is a result; an error leaves none
+        stack.callback(tracker.finish, summary)  # before the start: one that fails leaves others to finish
         found = checkpoint.list_checkpoints(folder.checkpoints)
         tracker.start(
             folder.path, {**as_tree(config), "provenance": folder.provenance}, found[-1].step if found else None
         )
-        stack.callback(lambda: tracker.finish(_summary(folder)))
         flag = InterruptFlag()
         stack.enter_context(flag)
         run: Run | None = None
+        after: EvalResult | None = None
+        interrupted = False
         try:
             run = _set_up(config, folder, tracker, stack, flag)
-            _evaluate_once(run, folder, "before")
+            _evaluate_before(run, folder)
             run.started = time.monotonic()
             train_loop(run)
-            _evaluate_once(run, folder, "after")
+            if run.step > 0:
+                run.save()  # out of time ends between two checkpoints
+            after = _evaluate_after(run, folder)
         except Interrupted:
+            interrupted = True
             if run is not None and run.step > 0:
                 run.save()
-        before, after = (_load(folder, name) for name in ("before", "after"))
+        before = _load_before(folder)
         result = RunResult(
             success_before=None if before is None else float(before.greedy.mean()),
             success_after=None if after is None else float(after.greedy.mean()),
             steps=0 if run is None else run.step,
             seconds=time.monotonic() - began,
             run_dir=folder.path,
-            interrupted=flag.raised,
+            interrupted=interrupted,
         )
-        folder.write_json("result.json", {**dataclasses.asdict(result), "run_dir": str(folder.path)})
+        summary |= {**dataclasses.asdict(result), "run_dir": str(folder.path)}
+        folder.write_json("result.json", summary)
         return result
 
 
@@ -131,6 +140,8 @@ def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitS
     source = instantiate(config.tasks.source, tasks=tasks["train"], seed=config.run.seed)
     coordinator = open_coordinator(folder.path / "journal.jsonl")
     stack.callback(coordinator.close)
+    if coordinator.warning:
+        print(f"warning: {coordinator.warning}", file=sys.stderr)
     store = TrajectoryStore(folder.store)
     credit = config.credit
     found = checkpoint.list_checkpoints(folder.checkpoints)
@@ -154,7 +165,12 @@ def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitS
         store=store,
         pipeline=Pipeline(
             [(n, instantiate(node, skip=("order",))) for n, node in ordered(credit.edits, "credit.edits")],
-            baseline=Baseline(normalize=credit.normalize, std_ddof=credit.std_ddof, eps=credit.eps),
+            baseline=Baseline(
+                normalize=credit.normalize,
+                std_ddof=credit.std_ddof,
+                eps=credit.eps,
+                tolerance=credit.filter.tolerance,
+            ),
         ),
         terms=_loss_terms(config),
         tracker=tracker,
@@ -168,16 +184,18 @@ def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitS
         _continue_from(run, found[-1])
     else:
         coordinator.resume(0, lambda meta: store.exists(Ref(meta.ref)))
+        run.resumed = {coordinator.state.incarnation: 0}  # an earlier one may have trained and saved nothing
         _skip(source, coordinator.state.draws)
         if needs_reference(run.terms):
             run.reference = trainer.snapshot()
+    run.tidy_store()
     run.publish()
     return run
 
 
 def _tokenizer(config: Config, folder: RunFolder, driver: DriverProcess) -> ChatCodec:
     """Learns a tokenizer on the training split, or takes the given one; the run keeps a copy either way."""
-    if (folder.tokenizer / "tokenizer.json").exists():
+    if (folder.tokenizer / TEMPLATE_FILE).exists():  # written last: the folder is whole
         return load_codec(folder.tokenizer)
     if config.model.tokenizer:
         codec = load_codec(Path(config.model.tokenizer))
@@ -300,11 +318,15 @@ def _first_weights(
             on_step=on_step,
             on_gate=on_gate,
         )
-    checkpoint.save_weights(weights, trainer.chunks)
     text = json.dumps(
         {**dataclasses.asdict(report), "demonstration_success": sum(d.success for d in demos) / len(demos)}
     )
-    (root / "report.json").write_text(text)
+    # The weights come last: where they are, the report is (runs that share a cache look for them at any time).
+    root.mkdir(parents=True, exist_ok=True)
+    temporary = root / f"report.{os.getpid()}.tmp"
+    temporary.write_text(text)
+    temporary.replace(root / "report.json")
+    checkpoint.save_weights(weights, trainer.chunks)
     (folder.path / "warm_start.json").write_text(text)
     return weights
 
@@ -331,23 +353,27 @@ def _skip(source: TaskSource, count: int) -> None:
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------------
-def _load(folder: RunFolder, name: str) -> EvalResult | None:
-    path = folder.evaluations / f"{name}.json"
+def _load_before(folder: RunFolder) -> EvalResult | None:
+    path = folder.evaluations / "before.json"
     return load_result(path) if path.exists() else None
 
 
-def _evaluate_once(run: Run, folder: RunFolder, name: str) -> None:
-    """Held-out evaluation before or after training, kept in the folder; a resumed run does not repeat it."""
-    wanted = run.config.evaluation.before if name == "before" else run.config.evaluation.after
-    if not wanted or not run.test_tasks:
+def _evaluate_before(run: Run, folder: RunFolder) -> None:
+    """Held-out evaluation of the policy that RL starts from. It is kept in the folder: a resumed run does not repeat
+    it, and later weights are never taken for those."""
+    if run.step > 0 or not run.config.evaluation.before:
         return
-    if name == "before" and (folder.evaluations / "before.json").exists():
-        return
-    result = run.evaluate(run.test_tasks, name, run.config.evaluation.samples)
-    save_result(folder.evaluations / f"{name}.json", result)
+    result = _load_before(folder)
+    if result is None:
+        result = run.evaluate(run.test_tasks, "before", run.config.evaluation.samples)
+        save_result(folder.evaluations / "before.json", result)
+    run.tracker.log(0, result.summary())  # also when it was loaded: what a run without a checkpoint logged is dropped
+
+
+def _evaluate_after(run: Run, folder: RunFolder) -> EvalResult | None:
+    if not run.config.evaluation.after:
+        return None
+    result = run.evaluate(run.test_tasks, "after", run.config.evaluation.samples)
+    save_result(folder.evaluations / "after.json", result)
     run.tracker.log(run.step, result.summary())
-
-
-def _summary(folder: RunFolder) -> dict[str, Any]:
-    path = folder.path / "result.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return result

@@ -36,7 +36,7 @@ from megatron_ext.trajectory import version as policy_version
 from megatron_ext.trajectory.packing import pack, split_optimizer_steps
 from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.rows import Rows, make_rows
-from megatron_ext.trajectory.store import Ref, TrajectoryStore
+from megatron_ext.trajectory.store import TrajectoryStore
 from megatron_ext.trajectory.task import Task
 
 
@@ -125,17 +125,16 @@ class Run:
         return [build_microbatch(batch, rows, members[mb], rows.mask).to(device) for mb in plan.microbatches[0]]
 
     def score(self, batch: TrajectoryBatch, rows: Rows) -> TokenScores:
-        """Log-prob and entropy of the trained tokens under the weights that open the batch, once a batch."""
+        """Log-prob and entropy of the trained tokens under the weights that open the batch, and their log-prob under
+        the reference policy where there is one; once a batch."""
         micro = self.microbatches(batch, rows, np.arange(rows.num_rows))
         # Interleaved pipeline chunks would report their layers out of order.
         record = any(self.hf.moe_pattern) and len(self.trainer.chunks) == 1
-        return self.trainer.score(micro, batch.num_tokens, record_experts=record)
-
-    def reference_logp(self, batch: TrajectoryBatch, rows: Rows) -> torch.Tensor | None:
+        scores = self.trainer.score(micro, batch.num_tokens, record_experts=record)
         if self.reference is None:
-            return None
+            return scores
         with self.trainer.weights(self.reference):
-            return self._on_device(self.score(batch, rows).logp)
+            return replace(scores, reference=self.trainer.score(micro, batch.num_tokens).logp)
 
     def _on_device(self, values: NDArray[Any]) -> torch.Tensor:
         """Per-token values as float32 on the training device."""
@@ -152,7 +151,7 @@ class Run:
     ) -> list[UpdateResult]:
         """The batch's optimizer steps. A trajectory's rows stay in one step; weights are counted over that step."""
         count = min(self.config.batch.optimizer_steps_per_batch, int(np.count_nonzero(trained_trajectories(batch))))
-        ref = self.reference_logp(batch, rows)
+        ref = None if scores.reference is None else self._on_device(scores.reference)
         row_trajectory = batch.segment_trajectory()[rows.segment]
         results = []
         for number, trajectories in enumerate(
@@ -175,11 +174,11 @@ class Run:
         return results
 
     def finish_step(self, groups: StepGroups) -> None:
-        """Records what the step consumed; reports outcomes to the task source; drops the tokens."""
+        """Records what the step consumed and reports outcomes to the task source."""
         self.coordinator.consume(self.step + 1, groups.train, groups.filtered)
-        for done in groups.drawn:
-            task = self.coordinator.state.groups[done.group_id].task
-            self.source.report(task.task_id, float(np.mean(done.meta.success)), self.step)
+        for meta in groups.metas:
+            task = self.coordinator.state.groups[meta.group_id].task
+            self.source.report(task.task_id, float(np.mean(meta.success)), self.step)
         self.step += 1
 
     # -- weights, evaluation, checkpoints --------------------------------------------------------------------------
@@ -214,7 +213,13 @@ class Run:
         return self.step >= self.steps_total or (bool(every) and self.step % every == 0)
 
     def save(self) -> None:
-        """Writes a checkpoint of the finished step, then frees the tokens of the steps it covers."""
+        """Writes a checkpoint of the finished step, then frees the tokens of the steps it covers.
+
+        One that stands already is kept (a periodic save, then an interrupt): the same step is the same weights, and
+        replacing it would open a moment without it.
+        """
+        if any(kept.step == self.step for kept in checkpoint.list_checkpoints(self.folder / "checkpoints")):
+            return
         states = {
             "updates": self.updates,
             "resumed": self.resumed,
@@ -241,6 +246,17 @@ class Run:
         kept = checkpoint.list_checkpoints(self.folder / "checkpoints")
         if not kept:
             return
-        for group in self.coordinator.state.groups.values():
-            if group.meta is not None and 0 <= group.step <= kept[0].step and group.meta.ref:
-                self.store.delete(Ref(group.meta.ref))
+        groups = self.coordinator.state.groups.values()
+        spent = {group.meta.ref for group in groups if group.meta is not None and 0 <= group.step <= kept[0].step}
+        for ref in self.store.list():
+            if ref in spent:
+                self.store.delete(ref)
+
+    def tidy_store(self) -> None:
+        """Removes what a killed run left in the store: files half written, and groups that the journal never heard of
+        (they are generated again). Call it before anything is ordered."""
+        self.store.sweep()
+        known = {group.meta.ref for group in self.coordinator.state.groups.values() if group.meta is not None}
+        for ref in self.store.list():
+            if ref not in known:
+                self.store.delete(ref)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from megatron_ext.losses.diagnostics import lag_stats, train_rollout_difference
 from megatron_ext.moe.load import load_metrics, routing_flips
 from megatron_ext.rollout.agreement import CONSTANT, UNTRAINABLE
 from megatron_ext.training.collect import StepGroups
@@ -13,11 +14,14 @@ from megatron_ext.training.phases import Phases
 from megatron_ext.training.trainer import TokenScores, UpdateResult
 from megatron_ext.trajectory.record import Status, TrajectoryBatch
 from megatron_ext.trajectory.rows import Rows
-from megatron_ext.trajectory.version import lag
 
 
 def rollout_metrics(groups: StepGroups, seconds: float) -> dict[str, float]:
-    """Everything the rollout phase says, over all groups that were looked at (filtered ones included)."""
+    """Everything the rollout phase says, over all groups that were looked at (filtered ones included).
+
+    What the driver counted, and the speed, are over the groups of this process: those that finished before a resume
+    come without the driver's counts and took none of these ``seconds``.
+    """
     metas = groups.metas
     rewards = np.array([r for m in metas for r in m.rewards], dtype=np.float64)
     success = np.array([s for m in metas for s in m.success], dtype=np.float64)
@@ -25,6 +29,8 @@ def rollout_metrics(groups: StepGroups, seconds: float) -> dict[str, float]:
     turns = np.array([t for m in metas for t in m.turns], dtype=np.float64)
     tokens = np.array([t for m in metas for t in m.tokens], dtype=np.float64)
     sampled = np.array([t for m in metas for t in m.trained_tokens], dtype=np.float64)
+    own = [g.meta for g in groups.drawn]
+    own_turns = max(sum(sum(m.turns) for m in own), 1)
     counted = status < int(Status.ENV_ERROR)
 
     def ended(kind: Status) -> float:
@@ -35,9 +41,9 @@ def rollout_metrics(groups: StepGroups, seconds: float) -> dict[str, float]:
     metrics = {
         "rollout/trajectories": float(len(status)),
         "rollout/tokens": float(sampled.sum()),
-        "rollout/tokens_per_s": float(sampled.sum()) / max(seconds, 1e-9),
-        "rollout/malformed_fraction": sum(g.malformed for g in groups.drawn) / max(turns.sum(), 1.0),
-        "rollout/invalid_fraction": sum(g.invalid_actions for g in groups.drawn) / max(turns.sum(), 1.0),
+        "rollout/tokens_per_s": sum(sum(m.trained_tokens) for m in own) / max(seconds, 1e-9),
+        "rollout/malformed_fraction": sum(g.malformed for g in groups.drawn) / own_turns,
+        "rollout/invalid_fraction": sum(g.invalid_actions for g in groups.drawn) / own_turns,
         "rollout/max_turns_fraction": ended(Status.MAX_TURNS) / number,
         "rollout/max_context_fraction": ended(Status.MAX_CONTEXT) / number,
         "rollout/env_errors": ended(Status.ENV_ERROR),
@@ -91,9 +97,8 @@ def update_metrics(
     names = sorted({name for r in applied for name in r.metrics})
     metrics = {name: float(np.mean([r.metrics[name] for r in applied if name in r.metrics])) for name in names}
     mask = batch.loss_mask
-    difference = np.abs(scores.logp[mask].astype(np.float64) - batch.rollout_logp[mask])
-    versions, counts = np.unique(batch.version[mask], return_counts=True)
-    lags = np.array([lag(version, int(v), resumed) for v in versions], dtype=np.float64)
+    difference = train_rollout_difference(scores.logp, batch.rollout_logp, mask)
+    lag = lag_stats(batch.version, mask, version, resumed)
     seconds = clock.seconds("update")
     metrics |= {
         "train/lr": results[-1].lr,
@@ -103,10 +108,10 @@ def update_metrics(
         "train/rows": float(rows.num_rows),
         "train/tokens_per_s": len(rows.token) / max(seconds, 1e-9),
         "rollout/entropy": float(-batch.rollout_logp[mask].mean()),
-        "offpolicy/logp_diff_mean": float(difference.mean()),
-        "offpolicy/logp_diff_max": float(difference.max()),
-        "offpolicy/lag_mean": float((lags * counts).sum() / counts.sum()),
-        "offpolicy/lag_max": float(lags.max()),
+        "offpolicy/logp_diff_mean": difference.mean,
+        "offpolicy/logp_diff_max": difference.maximum,
+        "offpolicy/lag_mean": lag.mean,
+        "offpolicy/lag_max": lag.maximum,
     }
     if scores.experts is not None and scores.routed is not None:
         metrics |= load_metrics(scores.experts[scores.routed], num_experts)

@@ -34,13 +34,15 @@ from megatron_ext.training.microbatch import MicroBatch
 class TokenScores:
     """Scores of a batch's tokens, float32 [T]; 0 where no score was asked for.
 
-    ``experts`` int64 [T, L, k] of this forward (None unless recorded), valid where ``routed`` bool [T].
+    ``experts`` int64 [T, L, k] of this forward (None unless recorded), valid where ``routed`` bool [T]. ``reference``
+    float32 [T]: log-probs under the reference policy (None without one).
     """
 
     logp: NDArray[np.float32]
     entropy: NDArray[np.float32]
     experts: NDArray[np.int64] | None = None
     routed: NDArray[np.bool_] | None = None
+    reference: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Policy version: (run incarnation, optimizer step) packed in one int64.
 
-Invariants:
+Invariants (``tests/trajectory/test_version.py`` asserts each):
+
 1. ``pack`` is monotone: a later incarnation, or a later step of the same one, is a larger integer.
 2. ``UNSAMPLED`` (-1) marks tokens that no policy sampled; every real version is >= 0.
+3. ``lag`` is the number of optimizer steps between two weights along the histories that resumes branched.
 """
 
 from __future__ import annotations
@@ -32,13 +34,12 @@ def lag(now: int, then: int, undone: Mapping[int, int] | None = None) -> int:
     """Optimizer steps between the weights that sampled a token and the current ones.
 
     A token of an earlier incarnation may come from a step that a resume undid. ``undone`` maps each incarnation to the
-    step it resumed from; the token then counts the steps it was ahead of that checkpoint plus the steps since.
+    optimizer step it resumed from; the token then counts the steps it was ahead of the last weights that both histories
+    share (any later resume may have gone back further), plus the steps since. An incarnation that is not in the map
+    undid nothing.
     """
     now_inc, now_step = unpack(now)
     then_inc, then_step = unpack(then)
-    if then_inc == now_inc:
-        return now_step - then_step
-    resumed = (undone or {}).get(then_inc + 1)
-    if resumed is None:
-        return now_step - then_step
-    return abs(then_step - resumed) + (now_step - resumed) if then_step > resumed else now_step - then_step
+    known = undone or {}
+    shared = min([then_step, *(known[i] for i in range(then_inc + 1, now_inc + 1) if i in known)])
+    return (then_step - shared) + (now_step - shared)

@@ -90,6 +90,15 @@ def test_entries_are_deleted_and_added(tree: Path) -> None:
     assert "only an entry of a map" in problems(tree, "recipe=alpha", "~run.steps")[0]
 
 
+def test_an_empty_map_is_empty_and_an_empty_section_says_nothing(tree: Path) -> None:
+    cfg = compose(["recipe=alpha", "tracking={}", "harness={}", "loss.terms={}", "run={}"], tree)
+    assert cfg.tracking == cfg.harness == cfg.loss.terms == {}
+    assert (cfg.run.steps, cfg.environments["game"]["level"]) == (6, 1)
+    (tree / "alpha/bare.yaml").write_text("defaults: [recipe, _self_]\ntracking: {}\nrun: {}\n")
+    cfg = compose(["recipe=alpha/bare"], tree)
+    assert cfg.tracking == {} and cfg.run.steps == 6
+
+
 def test_interpolations_are_resolved_and_typed(tree: Path) -> None:
     cfg = compose(["recipe=alpha", "run.seed=${run.threads}", "environments.game.level=${run.seed}"], tree)
     assert (cfg.run.seed, cfg.environments["game"]["level"]) == (7, 7)

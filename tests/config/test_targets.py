@@ -16,7 +16,7 @@ def found(value: object, path: str = "environments") -> list[str]:
 
 def test_good_entries_have_no_problems_and_nothing_is_built() -> None:
     before = len(plug_points.BUILT)
-    assert found({"game": {"_target_": f"{HERE}.Game", "level": 1, "rename": True, "rate": 2, "order": 3}}) == []
+    assert found({"game": {"_target_": f"{HERE}.Game", "level": 1, "rename": True, "rate": 2}}) == []
     assert found({"_target_": f"{HERE}.Game"}) == []  # arguments that the program supplies are not judged
     assert found({"_target_": f"{HERE}.Anything", "whatever": 1}) == []
     assert found({}) == []
@@ -34,6 +34,8 @@ def test_good_entries_have_no_problems_and_nothing_is_built() -> None:
         ({"_target_": f"{HERE}.NOT_CALLABLE"}, ["environments.game", "not a class or a function"]),
         ({"_target_": "no.such.module.Name"}, ["environments.game", "no"]),
         ({"_target_": 3}, ["environments.game._target_", "import path"]),
+        ({"_target_": "builtins.dict"}, ["environments.game", "does not say what arguments"]),
+        ({"_target_": f"{HERE}.Game", "order": 1}, ["environments.game.order"]),  # environments have no order
         ({"level": 3}, ["environments.game", "_target_"]),
         (3, ["environments.game", "_target_"]),
     ],
@@ -49,6 +51,11 @@ def test_keys_of_the_stack_belong_to_their_map() -> None:
     entry = {"_target_": f"{HERE}.Game", "weight": 0.5, "cap": 1}
     assert found({"game": entry}, "rewards") == []
     assert len(found({"game": entry}, "environments")) == 2
+    assert found({"game": {**entry, "cap": None}}, "rewards") == []
+    for wrong in ("abc", True, float("nan")):
+        assert found({"game": {**entry, "weight": wrong}}, "rewards") == [
+            f"rewards.game.weight: needs a number, got {wrong!r}"
+        ]
 
 
 def test_all_problems_of_a_map_are_found() -> None:

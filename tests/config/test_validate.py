@@ -79,6 +79,22 @@ BAD: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"optimizer__beta2": 1.0}, 1, ["optimizer.beta2=1.0"]),
     ({"optimizer__lr": 0.0}, 1, ["optimizer.lr=0.0"]),
     ({"environments": {}}, 1, ["environments: none"]),
+    ({"run__name": ""}, 1, ["run.name=''", "run.root"]),
+    ({"run__name": "a/b"}, 1, ["run.name='a/b'"]),
+    ({"run__name": ".."}, 1, ["run.name='..'"]),
+    ({"run__seed": -1}, 1, ["run.seed=-1"]),
+    ({"run__seed": 2**40}, 1, ["run.seed=1099511627776", "at most 4294967295"]),
+    ({"optimizer__lr": float("inf")}, 1, ["optimizer.lr=inf", "finite"]),
+    ({"rollout__temperature": float("inf")}, 1, ["rollout.temperature=inf", "finite"]),
+    ({"model__embedding_std": 0.0}, 1, ["embedding_std=0.0"]),
+    ({"harness": {}}, 1, ["harness: needs _target_"]),
+    ({"rollout__engine": {}}, 1, ["rollout.engine: needs _target_"]),
+    ({"tasks__source": {"a": {"_target_": f"{HERE}.Game"}}}, 1, ["tasks.source: needs _target_"]),
+    ({"harness": {"_target_": f"{HERE}.Refuses"}}, 1, ["harness: ", "Refuses: never"]),
+    ({"rewards": {"a": {"_target_": f"{HERE}.Anything", "cap": -1}}}, 1, ["rewards.a.cap must be > 0"]),
+    ({"rewards": {"a": {"_target_": f"{HERE}.Breaks"}}}, 1, ["rewards.a: ZeroDivisionError"]),
+    ({"loss__terms": {"p": {"_target_": f"{HERE}.Refuses", "order": 1}}}, 1, ["loss.terms.p: ", "never"]),
+    ({"tracking": {"w": {"_target_": f"{HERE}.Refuses"}}}, 1, ["tracking.w: ", "never"]),
     ({"tasks__environment": "gmae"}, 1, ["tasks.environment=gmae", "game"]),
     ({"rewards": {}}, 1, ["rewards: none"]),
     ({"loss__terms": {}}, 1, ["loss.terms: none"]),
@@ -115,6 +131,12 @@ def test_single_mistakes_are_not_reported_twice() -> None:
 def test_all_problems_come_at_once() -> None:
     wrong = {"rollout__temperature": 0.0, "optimizer__name": "lion", "tasks__train_tasks": 3, "run__steps": -4}
     assert len(problems(config(**wrong), HF)) == 4
+
+
+def test_every_plug_point_that_refuses_is_named() -> None:
+    terms = {name: {"_target_": f"{HERE}.Refuses"} for name in "abc"}
+    found = problems(config(loss__terms=terms, rewards=terms), HF)
+    assert len(found) == 6 and sum(line.startswith("loss.terms.") for line in found) == 3
 
 
 def test_one_edit_may_set_the_scale() -> None:

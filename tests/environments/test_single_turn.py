@@ -99,14 +99,23 @@ def test_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        ("grading.exact", "write it as package.module:function"),
+        ("grading.exact", "name a function as package.module:function"),
         ("grading:missing", "has no function 'missing'"),
         ("grading:not_callable", "has no function 'not_callable'"),
+        ("gradign:exact", "cannot import 'gradign'"),
+        ("elsewhere/grading.py:exact", "no such file"),
+        ("math:sqrt", r"must take the arguments \(answer, row\)"),
     ],
 )
 def test_bad_reward_paths(tmp_path: Path, reward: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         TaskFile(write(tmp_path / "t.jsonl", ROW), reward)
+
+
+def test_a_reward_function_of_a_file(tmp_path: Path) -> None:
+    environment = TaskFile(write(tmp_path / "t.jsonl", ROW), f"{Path(__file__).parent / 'grading.py'}:exact")
+    environment.reset(0, data={"id": "a"})
+    assert environment.step("wrong").reward == 0.0
 
 
 def test_rewards_of_both_shapes_and_none_that_is_a_number(tmp_path: Path) -> None:

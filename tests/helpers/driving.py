@@ -70,9 +70,10 @@ def trouble_now_and_then(session: str, turn: int) -> str:
 
 
 def by_task(session: str, turn: int) -> str:
-    """For evaluations (``eval/walk/<split>/<n>/greedy/0``): even tasks are solved greedily; when sampled, sample 1."""
+    """For evaluations (``eval/walk/<split>/<n>/greedy/0``): even tasks are solved greedily; when sampled, sample 1.
+    Task 5 fails greedily, and in sample 2."""
     parts = session.split("/")
     task, mode, sample = int(parts[3]), parts[4], int(parts[5])
     if mode == "sampled":
-        return "go" if sample == 1 else "stop"
+        return "raise" if (task, sample) == (5, 2) else "go" if sample == 1 else "stop"
     return "raise" if task == 5 else "go" if task % 2 == 0 else "stop"

@@ -25,6 +25,16 @@ class Anything:
         self.arguments = arguments
 
 
+class Refuses:
+    def __init__(self) -> None:
+        raise ValueError("never")
+
+
+class Breaks:
+    def __init__(self) -> None:
+        self.value = 1 / 0
+
+
 @dataclass(frozen=True)
 class Whitening:
     traits: EditTraits = EditTraits(scale=Scale.SETS)

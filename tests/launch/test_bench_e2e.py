@@ -19,9 +19,14 @@ from launch.benches._e2e_setup import (
     write_tokenizer,
 )
 from launch.measurement import Measurement
+from megatron_ext.environments.protocol import Observation, stable_hash
 from megatron_ext.harness.protocol import Message
 from megatron_ext.harness.template import load_codec
+from megatron_ext.harness.text import TextHarness
+from megatron_ext.rewards.compose import RewardSet
+from megatron_ext.rollout.episode import EpisodeLimits, EpisodeRun, Sampling
 from megatron_ext.trajectory.record import Role
+from megatron_ext.trajectory.task import Task
 
 TINY = Size(
     hidden=32,
@@ -49,6 +54,25 @@ def test_a_prompt_is_its_bytes_and_nothing_more(tmp_path: Path) -> None:
         assert len(ids) == len(text) and max(ids) < BYTES and codec.decode_turn(ids) == text
     everything = bytes(range(BYTES)).decode("latin-1")
     assert codec.decode_turn(codec.encode_turn(everything)) == everything
+
+
+@pytest.mark.parametrize(("ignore", "stops"), [(True, ()), (False, (BYTES + 1,))])
+def test_the_end_token_can_be_off(tmp_path: Path, ignore: bool, stops: tuple[int, ...]) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    run = EpisodeRun(
+        episode_id="g/0",
+        task=Task("t", "letters", 0, "train"),
+        sample=0,
+        seed=1,
+        sampling=Sampling(ignore_stop=ignore),
+        limits=EpisodeLimits(max_turns=1, max_context=160, max_new_tokens=128),
+        harness=TextHarness(),
+        codec=load_codec(tmp_path / "tokenizer"),
+        rewards=RewardSet.from_config({"score": {"_target_": "megatron_ext.rewards.outcome.Score"}}),
+    )
+    request = run.on_reset(Observation(prompts(Size())[0]), stable_hash("state"))
+    assert request is not None
+    assert request.sampling.stop_ids == stops and request.sampling.max_new_tokens == 128
 
 
 def test_reward_and_times() -> None:

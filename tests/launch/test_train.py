@@ -4,11 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from launch import cli, quickstart, train
+from launch.paths import RECIPES
 from launch.prepare import prepare
 from megatron_ext.config.compose import ConfigError
+from megatron_ext.harness.template import COMPACT
+from megatron_ext.harness.tokenizer import learn_tokenizer, save_tokenizer
+from megatron_ext.models.hf_config import load_hf_config
+from megatron_ext.models.hf_io import save_hf
+from megatron_ext.models.hf_map import hf_shapes
 from megatron_ext.training.run import RunResult
 
 
@@ -57,6 +64,43 @@ def test_world_size_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
         prepare(argv)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert prepare(argv).parallel.tensor == 2
+
+
+def test_training_runs_on_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main(["recipe=quickstart"]) == 2
+    assert "2 training ranks (WORLD_SIZE): training runs on one" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE='two' in the environment"):
+        prepare(["recipe=quickstart"])
+
+
+def test_weights_and_tokenizer_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
+    hf = load_hf_config(RECIPES / "base/models/tiny_qwen3_moe").with_vocab(300)
+    weights = save_hf(tmp_path / "weights", hf, ((n, torch.zeros(shape)) for n, shape in hf_shapes(hf).items()))
+    for vocab in (280, 320):
+        text = " ".join(chr(97 + i % 26) * (i % 7 + 1) for i in range(200))
+        save_tokenizer(tmp_path / f"{vocab}", learn_tokenizer([text], vocab_size=vocab, phrases=[]), COMPACT)
+
+    def found(**model: object) -> list[str]:
+        with pytest.raises(ConfigError) as error:
+            prepare(["recipe=quickstart", *(f"model.{key}={value}" for key, value in model.items())])
+        return list(error.value.problems)
+
+    right = {"weights": weights, "hf_config": weights}
+    assert prepare(
+        ["recipe=quickstart", *(f"model.{k}={v}" for k, v in right.items()), f"model.tokenizer={tmp_path}/280"]
+    )
+    (line,) = found(weights=weights, tokenizer=tmp_path / "280")
+    assert "does not fit the HF config" in line and "vocab: 1024 and 300" in line
+    assert found(**right)[0].endswith("needs model.tokenizer, the folder of the tokenizer they know")
+    (line,) = found(**right, tokenizer=tmp_path / "320")
+    assert "more than the vocabulary of 300" in line
+    (line,) = found(tokenizer=tmp_path / "nowhere")
+    assert "nowhere/tokenizer.json: no such file" in line
+    (weights / "model.safetensors").write_bytes((weights / "model.safetensors").read_bytes()[:1000])
+    (line,) = found(**right, tokenizer=tmp_path / "280")
+    assert "not a readable safetensors file" in line
 
 
 RESULT = RunResult(0.25, 0.75, 40, 123.44, Path("runs/quickstart"), interrupted=False)

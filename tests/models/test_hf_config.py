@@ -81,9 +81,29 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(HFConfigError, match="not valid JSON"):
         load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(HFConfigError, match="not valid JSON"):
+        load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(HFConfigError, match="'llama' is not supported"):
         load_hf_config(tmp_path)
+
+
+JUNK: tuple[Any, ...] = ("x", -1, 0, 1.5, True, [], ["x"], {}, {"a": 1}, 10**30)
+
+
+@pytest.mark.parametrize("family", ["moe", "dense"])
+def test_junk_in_any_field_is_an_error_or_a_value(family: str, request: pytest.FixtureRequest) -> None:
+    raw = request.getfixturevalue(family).to_dict() | {"layer_types": None, "rope_scaling": None}
+    for key in raw:
+        for junk in JUNK:
+            try:
+                from_dict(raw | {key: junk})
+            except HFConfigError as error:
+                assert "\n" not in str(error)
+    for key in ("hidden_size", "rms_norm_eps", "head_dim", "rope_theta", "tie_word_embeddings"):
+        with pytest.raises(HFConfigError, match=f"{key} must be"):
+            from_dict(raw | {key: "x"})
 
 
 def test_moe_pattern_follows_transformers(moe: HFConfig) -> None:

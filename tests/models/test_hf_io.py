@@ -92,6 +92,17 @@ def test_missing_extra_and_misshapen_tensors_are_one_error(moe: HFConfig, tmp_pa
     assert "model.layers.1.mlp.gate.weight has shape (7, 32), the config says (8, 32)" in text
 
 
+def test_a_field_that_no_shape_shows_is_named(moe: HFConfig, tmp_path: Path) -> None:
+    reader = SafetensorsReader(save_hf(tmp_path / "out", moe, fresh(moe)))
+    reader.check(replace(moe, eos_token_id=3, max_position_embeddings=7))
+    with pytest.raises(WeightError, match="does not fit") as error:
+        reader.check(replace(moe, top_k=3, rope_theta=5.0))
+    assert str(error.value).splitlines()[1:] == [
+        "rope_theta: 5.0 and 10000.0 in its config.json",
+        "top_k: 3 and 2 in its config.json",
+    ]
+
+
 def test_a_tied_head_may_be_stored_when_it_is_the_embedding(moe: HFConfig, tmp_path: Path) -> None:
     hf = replace(moe, tie_word_embeddings=True)
     tensors = dict(fresh(hf))
@@ -125,7 +136,7 @@ def test_building_from_a_folder_reads_its_weights(
     stored = load_file(folder / "model.safetensors")
     for name, tensor in export_tensors(chunks, moe):
         assert torch.equal(tensor, stored[name])
-    with pytest.raises(WeightError, match="does not fit its config"):
+    with pytest.raises(WeightError, match="does not fit the HF config"):
         build(moe.with_vocab(100), weights=str(folder))
 
 

@@ -159,10 +159,10 @@ def test_users_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not result.valid and "'mine'" in result.problem and "ZeroDivisionError" in result.problem
     assert "graders_xyz.py:7" in result.problem
     for function, says in [
-        ("graders_xyz", "must be 'module:function'"),
+        ("graders_xyz", "package.module:function"),
         (f"{tmp_path}/no.py:f", "no such file"),
-        (f"{file}:lenght", "has no 'lenght'"),
-        (f"{file}:two", "must take one argument, the episode"),
+        (f"{file}:lenght", "has no function 'lenght'"),
+        (f"{file}:two", "must take the arguments \\(episode\\)"),
     ]:
         with pytest.raises(ValueError, match=says):
             PythonReward(function)

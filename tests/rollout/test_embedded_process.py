@@ -79,8 +79,9 @@ def test_a_client_without_the_key_is_refused(engine: EmbeddedEngine) -> None:
     assert engine.connect().key.hex() not in repr(engine.connect())
 
 
-def test_control_c_does_not_reach_the_engine(engine: EmbeddedEngine) -> None:
-    os.kill(engine.pid, signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_asks_to_stop_is_left_to_the_trainer(engine: EmbeddedEngine, number: signal.Signals) -> None:
+    os.kill(engine.pid, number)
     time.sleep(0.1)
     assert engine.health().version == 1
 

@@ -17,6 +17,7 @@ import torch
 from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.rollout.embedded.engine import EmbeddedEngine
 from megatron_ext.rollout.engine import EngineControl, EngineError, FinishReason, GenerationClient
+from megatron_ext.rollout.replicas import ReplicatedEngine
 from tests.helpers.engines import MOE, Check, Twin, ask, collect, joined, prompt, request
 from tests.helpers.engines import request as ask_for
 
@@ -33,7 +34,19 @@ def embedded(config: HFConfig, folder: Path) -> EngineControl:
     )
 
 
-ENGINES: dict[str, Callable[[HFConfig, Path], EngineControl]] = {"embedded": embedded}
+def replicated(config: HFConfig, folder: Path) -> EngineControl:
+    node = {"_target_": "megatron_ext.rollout.embedded.engine.EmbeddedEngine", "slots": SLOTS}
+    return ReplicatedEngine(
+        engine=node,
+        replicas=2,
+        hf_config=config.to_dict(),
+        max_context=CONTEXT,
+        threads=2,
+        log_path=folder / "engine.log",
+    )
+
+
+ENGINES: dict[str, Callable[[HFConfig, Path], EngineControl]] = {"embedded": embedded, "replicated": replicated}
 
 
 @dataclass

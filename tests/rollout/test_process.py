@@ -18,10 +18,10 @@ import pytest
 
 from megatron_ext.environments.protocol import Observation
 from megatron_ext.harness.template import COMPACT
+from megatron_ext.process import log_tail
 from megatron_ext.rollout.driver import DriverError, GroupDone, GroupOrder
 from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.episode import Sampling
-from megatron_ext.process import log_tail
 from megatron_ext.trajectory.record import Status
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from megatron_ext.trajectory.task import Task
@@ -195,10 +195,12 @@ def test_kill_9_of_the_parent_ends_driver_and_workers(tmp_path: Path, tokenizer:
     gone([driver, *workers], 5.0)
 
 
-def test_ctrl_c_is_left_to_the_parent(driver: DriverProcess) -> None:
-    """A terminal sends it to the whole group: the driver goes on, and the parent decides."""
+def test_what_asks_to_stop_is_left_to_the_parent(driver: DriverProcess) -> None:
+    """A terminal or a scheduler sends it to all processes: driver and workers go on, and the parent decides."""
     (pid,) = children(os.getpid(), "driver_process:serve")
-    os.kill(pid, signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for process in (pid, *children(pid, "")):
+            os.kill(process, number)
     driver.run([order("after", 1)])
     assert collect(driver, 1)["after"].meta.success == (True,)
 

@@ -1,4 +1,4 @@
-"""Invariants 1-4 of ``tracking/jsonl.py``."""
+"""Invariants 1-5 of ``tracking/jsonl.py``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.tracking.jsonl import JsonlTracker, MetricsFileError, read_metrics
+from tests.helpers.limits import files_at_most
 
 
 def tracker(run_dir: Path, resumed_from: int | None = None) -> JsonlTracker:
@@ -73,3 +74,18 @@ def test_a_torn_last_line_is_dropped_and_damage_is_named(tmp_path: Path) -> None
     path.write_text('{"step": 1}\n{"reward/mean": 1}\n')
     with pytest.raises(MetricsFileError, match="line 2: no integer 'step'"):
         read_metrics(path)
+
+
+def test_a_full_disk_is_one_line_and_costs_the_step_alone(tmp_path: Path) -> None:  # invariant 5
+    log, path = tracker(tmp_path), tmp_path / "metrics.jsonl"
+    log.log(1, {"reward/mean": 0.5})
+    with (
+        files_at_most(path.stat().st_size + 10),
+        pytest.raises(MetricsFileError, match=r"metrics.jsonl: step 2 not written: .*; free space and continue"),
+    ):
+        log.log(2, {"reward/mean": 0.25})
+    log.finish({})  # does not try again
+    assert read_metrics(path) == [{"step": 1, "reward/mean": 0.5}]
+    log = tracker(tmp_path, resumed_from=1)
+    log.log(2, {"reward/mean": 0.25})
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]

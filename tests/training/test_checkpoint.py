@@ -98,10 +98,27 @@ def test_checkpoints_are_listed_by_step_and_pruned(trainer: Trainer, tmp_path: P
     assert len(list_checkpoints(tmp_path)) == 3, "keep=0 keeps all"
 
 
+def test_a_kill_while_pruning_leaves_no_half_checkpoint(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # invariant 1
+    checkpoint.save(tmp_path, 1, "quickstart", trainer, {}, keep=1)
+    remove = shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        if path.name == "step_1":
+            (path / "rank_0.pt").unlink()
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 2, "quickstart", trainer, {}, keep=1)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2]
+
+
 def test_saving_a_step_again_replaces_it(
     rank: ParallelContext, batch: TrajectoryBatch, trainer: Trainer, tmp_path: Path
 ) -> None:
-    """A periodic save, then one on Ctrl-C."""
     checkpoint.save(tmp_path, 4, "quickstart", trainer, {"n": 1}, keep=2)
     train(trainer, batch, range(1))
     checkpoint.save(tmp_path, 4, "quickstart", trainer, {"n": 2}, keep=2)

@@ -93,6 +93,7 @@ def bench(driver: DriverProcess, folder: Path, tokenizer: Path, tmp_path: Path) 
         permute: bool = False,
         lease_deadline_s: float = 60.0,
         of: DriverProcess = driver,
+        available: Callable[[GroupMeta], bool] = lambda meta: True,
     ) -> Bench:
         of.open(ScriptedAddress(tokenizer, script), tokenizer)
         config = Config(
@@ -103,7 +104,7 @@ def bench(driver: DriverProcess, folder: Path, tokenizer: Path, tmp_path: Path) 
         config.control.permute_rewards = permute
         coordinator = open_coordinator(tmp_path / "journal.jsonl")
         opened.append(coordinator)
-        coordinator.resume(0, lambda meta: True)
+        coordinator.resume(0, available)
         progress: list[int] = []
         collector = Collector(
             config,
@@ -284,6 +285,17 @@ def test_groups_finished_before_a_resume_are_used_again(bench: Open) -> None:
     assert again.coordinator.counts().draws == 2, "nothing is drawn for what is there"
     assert first.batch is not None and groups.batch is not None
     assert groups.batch.ids.tolist() == first.batch.ids.tolist()
+
+
+def test_a_resumed_step_draws_no_more_than_it_would_have(bench: Open) -> None:  # invariant 5
+    """The first group is under way again, so those behind it are not offered yet; they need no substitute."""
+    first = bench(driving.first_sample_stops, tasks=3).collector.collect(0)
+    again = bench(driving.first_sample_stops, tasks=3, available=lambda meta: meta.group_id != ids(0)[0])
+    counts = again.coordinator.counts()
+    assert (counts.queued, counts.finished) == (1, 2)
+    groups = again.collector.collect(0)
+    assert groups.train == first.train and [done.group_id for done in groups.drawn] == list(ids(0))
+    assert again.coordinator.counts().draws == 3
 
 
 # -- the control experiment -----------------------------------------------------------------------------------------

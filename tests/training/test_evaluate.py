@@ -81,7 +81,8 @@ def test_every_task_greedily_and_sampled(driver: Recording, folder: Path) -> Non
     assert result.greedy.tolist() == [True, False, True, False, True, False]
     assert result.sampled.tolist() == [[False, True, False]] * 6, "outcomes stand at their sample"
     assert result.turns.tolist() == [3, 1, 3, 1, 3, 1] and result.reward.tolist() == [2, 0, 2, 0, 2, 0]
-    assert result.lost == 1, "task 5 broke down: a failure here, and said so"
+    assert result.lost == 2, "task 5 broke down, greedy and once when sampled: failures here, and said so"
+    assert "group eval/walk/dev/5/greedy: " in (folder / "logs" / "driver.log").read_text()
     assert progress[-1] == 12 and progress == sorted(progress)
     assert TrajectoryStore(folder / "store").list() == [], "evaluation keeps no tokens"
 
@@ -140,7 +141,7 @@ def test_a_stall_names_what_is_missing_and_an_interrupt_comes_through(tokenizer:
     driver = DriverProcess(driving.spec(tmp_path))
     try:
         driver.open(ScriptedAddress(tokenizer, driving.by_task, hold=True), tokenizer)
-        with pytest.raises(TimeoutError, match=r"no group finished for 0 s; waiting for 'eval/walk/dev/0/greedy'"):
+        with pytest.raises(DriverError, match=r"no group finished for 0 s; waiting for 'eval/walk/dev/0/greedy'"):
             look(driver, timeout=0.3)
         with pytest.raises(DriverError, match="'eval/walk/dev/0/greedy' is already running"):
             look(driver)

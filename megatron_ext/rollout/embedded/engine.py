@@ -161,12 +161,8 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Stops the process. Can be called twice, and on an engine that died."""
         if self._process.poll() is None:
-            self._process.terminate()  # nothing to save: default action, ends it at once
-            try:
-                self._process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._process.kill()  # it has nothing to save
+            self._process.wait()
         self._channel.close()
 
     # -- beyond the protocol ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Invariants (``tests/rollout/test_embedded_process.py``):
 
 1. The process dies with the one that started it, also when that one is killed with SIGKILL: the kernel is asked for it
    before anything slow is imported.
-2. Ctrl-C in the trainer's terminal does not reach the engine; the trainer closes it.
+2. Ctrl-C in the trainer's terminal, and a scheduler's SIGTERM, do not end the engine; the trainer closes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import signal
 import sys
 
-from megatron_ext.process import die_with_parent
+from megatron_ext.process import die_with_parent, leave_signals_to_parent
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -30,7 +30,7 @@ def keep_freed_memory() -> None:
 def main() -> None:
     settings = json.load(sys.stdin)
     die_with_parent(settings.pop("parent"))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the trainer asks a silent engine where it is
     keep_freed_memory()

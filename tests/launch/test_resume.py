@@ -1,0 +1,137 @@
+"""A run that is killed and interrupted, and started again by the same command: whole processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.rollout.coordinator import Coordinator, State
+from megatron_ext.rollout.journal import read
+from megatron_ext.tracking.jsonl import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from launch.prepare import prepare
+from megatron_ext.training.run import train
+
+config = prepare(json.loads(sys.argv[2]), Path(sys.argv[1]))
+if len(sys.argv) > 3:
+    config.tracking["stop"] = {"_target_": "tests.helpers.stopping.StopAt", **json.loads(sys.argv[3])}
+result = train(config)
+print(json.dumps({"interrupted": result.interrupted, "steps": result.steps, "after": result.success_after}))
+"""
+STEPS = 4
+
+
+class Runs:
+    """One command, run again and again in processes of its own."""
+
+    def __init__(self, recipes: Path, folder: Path, root: Path) -> None:
+        self.path = folder / "walk"
+        self._recipes, self._root = recipes, root
+        self._argv = ["recipe=walk", f"run.root={folder}", f"run.steps={STEPS}", "checkpoint.every=2"]
+
+    def __call__(self, *argv: str, **stop: object) -> tuple[int, dict[str, object]]:
+        """Exit status and what the run says of itself (nothing when it was killed)."""
+        command = [sys.executable, "-c", PROGRAM, str(self._recipes), json.dumps([*self._argv, *argv])]
+        done = subprocess.run(
+            [*command, *([json.dumps(stop)] if stop else [])],
+            cwd=self._root,
+            env=os.environ | {"PYTHONPATH": str(self._root), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        lines = done.stdout.splitlines()
+        assert lines or done.returncode < 0, done.stderr
+        return done.returncode, json.loads(lines[-1]) if lines else {}
+
+    def journal(self) -> Coordinator:
+        return Coordinator.replay(read(self.path / "journal.jsonl")[0])
+
+    def stored(self) -> set[str]:
+        return {path.name for path in (self.path / "store").iterdir()}
+
+    def stored_of(self, journal: Coordinator, after: int) -> set[str]:
+        """Data of the groups that are finished but not taken, or taken after step ``after``."""
+        groups = (group for group in journal.groups.values() if group.meta is not None)
+        return {g.meta.ref for g in groups if g.meta is not None and (g.state is State.FINISHED or g.step > after)}
+
+    def steps(self) -> list[int]:
+        return [row["step"] for row in read_metrics(self.path / "metrics.jsonl")]
+
+    def saved(self) -> list[str]:
+        return sorted(folder.name for folder in (self.path / "checkpoints").glob("step_*"))
+
+
+@pytest.fixture(scope="module")
+def runs(walk_recipes: Path, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Runs:
+    return Runs(walk_recipes, tmp_path_factory.mktemp("runs"), root)
+
+
+def test_kills_and_an_interrupt_lose_nothing_and_train_nothing_twice(runs: Runs) -> None:
+    # Killed before the first checkpoint, with step 1 consumed: everything is undone, what was generated is kept.
+    assert runs(phase="publish", step=0)[0] == -signal.SIGKILL
+    first = runs.journal().consumed_at(1)
+    assert runs.saved() == [] and runs.steps() == [0], "the evaluation before training"
+    for left in (".writing-by-the-killed", "g0000099-00000000.group"):
+        (runs.path / "store" / left).write_bytes(b"left by a driver that was killed")
+
+    # Killed with step 3 consumed and the checkpoint of step 2 written.
+    assert runs(phase="publish", step=2)[0] == -signal.SIGKILL
+    killed = runs.journal()
+    assert killed.consumed_at(1) == first, "the same groups in the same order"
+    assert killed.step == 3 and runs.saved() == ["step_2"] and runs.steps() == [0, 1, 2]
+    third = killed.consumed_at(3)
+    assert runs.stored() == runs.stored_of(killed, after=2), "what a resume needs, and nothing else"
+
+    # Ctrl-C in the update of step 3: the step ends, the next one stops, and what is finished is saved.
+    status, said = runs(phase="update", step=2, number=int(signal.SIGINT))
+    assert status == 0 and said == {"interrupted": True, "steps": 3, "after": None}
+    assert runs.saved() == ["step_2", "step_3"] and runs.steps() == [0, 1, 2, 3]
+    assert runs.journal().consumed_at(3) == third
+    needed = runs.stored_of(runs.journal(), after=2)  # also by the older checkpoint
+    spent = runs.stored_of(runs.journal(), after=0) - needed
+    assert needed <= runs.stored() and spent and not spent & runs.stored()
+
+    status, said = runs()
+    assert status == 0 and said["interrupted"] is False and said["steps"] == STEPS and said["after"] is not None
+
+    # Each trajectory was trained or filtered once on the history that survives, in the order in which it was drawn.
+    end = runs.journal()
+    taken = [end.consumed_at(step) for step in range(1, STEPS + 1)]
+    groups = [name for event in taken for name in (*event.groups, *(name for name, _ in event.filtered))]
+    assert set(Counter(groups).values()) == {1} and len(groups) + end.counts().finished == end.draws
+    assert [name for event in taken for name in event.groups] == sorted(name for e in taken for name in e.groups)
+    assert all(end.groups[name].state in (State.CONSUMED, State.FILTERED) for name in groups)
+    assert end.incarnation == 3
+
+    rows = read_metrics(runs.path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert "eval/before/greedy_pass1" in rows[0] and "eval/after/greedy_pass1" in rows[-1]
+    assert all(row["offpolicy/lag_max"] >= 0 for row in rows if "offpolicy/lag_max" in row)
+    result = json.loads((runs.path / "result.json").read_text())
+    assert result["success_after"] == said["after"] and result["success_before"] is not None
+
+
+def test_a_longer_run_that_is_interrupted_does_not_show_the_shorter_one_s_result(runs: Runs) -> None:
+    """Out of time ends between two checkpoints, and what it evaluates is saved."""
+    status, said = runs(f"run.steps={STEPS + 2}", phase="scoring", step=STEPS, number=int(signal.SIGTERM))
+    assert status == 0 and said == {"interrupted": True, "steps": STEPS + 1, "after": None}
+    assert json.loads((runs.path / "result.json").read_text())["success_after"] is None
+    seconds = float(read_metrics(runs.path / "metrics.jsonl")[-1]["progress/minutes"]) * 60
+    status, said = runs(f"run.steps={STEPS + 50}", "checkpoint.every=50", f"run.max_minutes={(seconds + 0.5) / 60}")
+    assert status == 0 and not said["interrupted"] and said["after"] is not None
+    steps = int(str(said["steps"]))
+    assert STEPS + 1 <= steps < STEPS + 50 and f"step_{steps}" in runs.saved()
