@@ -12,6 +12,7 @@ def expected() -> tuple[type[Exception], ...]:
     from megatron_ext.config.instantiate import InstantiateError
     from megatron_ext.environments.splits import NotEnoughTasks
     from megatron_ext.environments.task_file import TaskFileError
+    from megatron_ext.harness.protocol import HarnessError
     from megatron_ext.harness.template import TemplateError
     from megatron_ext.harness.tokenizer import TokenizerError
     from megatron_ext.models.backends import BackendError
@@ -19,6 +20,7 @@ def expected() -> tuple[type[Exception], ...]:
     from megatron_ext.models.hf_config import HFConfigError
     from megatron_ext.models.hf_map import WeightError
     from megatron_ext.models.parallel import ParallelError
+    from megatron_ext.rollout.demonstrations import DemonstrationError
     from megatron_ext.rollout.driver import DriverError
     from megatron_ext.rollout.engine import EngineError
     from megatron_ext.rollout.journal import JournalError
@@ -32,7 +34,8 @@ def expected() -> tuple[type[Exception], ...]:
     return (
         *(ConfigError, InstantiateError, BackendError, HFConfigError, WeightError, BuildError, ParallelError),
         *(FolderError, CheckpointError, DriverError, EngineError, TemplateError, TokenizerError, NotEnoughTasks),
-        *(TaskFileError, TaskSetError, JournalError, StoreError, MetricsFileError, PackingError),
+        *(TaskFileError, TaskSetError, JournalError, StoreError, MetricsFileError, PackingError, HarnessError),
+        DemonstrationError,
     )
 
 

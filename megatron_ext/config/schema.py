@@ -94,7 +94,7 @@ class RolloutConfig:
     concurrency: int = opt(128, "episodes in flight")
     env_workers: int = opt(1, "environment worker processes of a driver")
     env_deadline_s: float = opt(30.0, "an environment call slower than this kills its worker; the trajectory is masked")
-    lease_deadline_s: float = opt(600.0, "a leased group not finished by then returns to the queue")
+    lease_deadline_s: float = opt(600.0, "a driver that finishes no group for this long has stalled")
     record_routing: bool = opt(False, "record the experts of every token")
     ignore_stop: bool = opt(
         False, "training turns run to max_new_tokens whatever is sampled (fixed lengths, for measuring)"

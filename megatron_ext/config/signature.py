@@ -3,15 +3,14 @@
 Invariants (``tests/config/test_targets.py``, ``test_instantiate.py``):
 
 1. Nothing is called: the signature is read, annotations that are text included.
-2. Only plain types are judged (int, float, bool, str, None and unions of them); a whole number is a float too, and
-   true and false are no numbers.
+2. Only plain types are judged (int, float, bool, str, None, maps, lists and unions of them, not what a map or a list
+   holds); a whole number is a float too, and true and false are no numbers.
 """
 
 from __future__ import annotations
 
 import inspect
-import types
-import typing
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,10 @@ _PLAIN: Mapping[str, type] = {
     "str": str,
     "None": type(None),
     "NoneType": type(None),
+    **dict.fromkeys(("dict", "Mapping"), Mapping),
+    **dict.fromkeys(("list", "tuple", "Sequence"), list),  # how a configuration spells any of them
 }
+_NAMES: Mapping[type, str] = {type(None): "null", Mapping: "a map", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,17 @@ class Signature:
         wanted = self.types.get(name)
         if wanted is None or fits(value, wanted):
             return None
-        names = " or ".join("null" if t is type(None) else t.__name__ for t in wanted)
+        names = " or ".join(_NAMES.get(t, t.__name__) for t in wanted)
         return f"needs {names}, got {value!r}"
 
 
 def _plain(annotation: object) -> tuple[type, ...] | None:
     """The plain types of an annotation, whether it is a type or its text; None when it is anything else."""
-    if isinstance(annotation, str):
-        members: list[object] = [_PLAIN.get(part.strip(" '\"")) for part in annotation.split("|")]
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        members = list(typing.get_args(annotation))
-    else:
-        members = [annotation]
-    found = [member for member in members if isinstance(member, type) and member in _PLAIN.values()]
-    return tuple(found) if len(found) == len(members) else None
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    while (shorter := re.sub(r"\[[^\[\]]*\]", "", text)) != text:  # what a map or a list holds
+        text = shorter
+    found = [_PLAIN.get(part.strip(" '\"").removeprefix("collections.abc.")) for part in text.split("|")]
+    return None if None in found else tuple(member for member in found if member is not None)
 
 
 def fits(value: object, wanted: tuple[type, ...]) -> bool:

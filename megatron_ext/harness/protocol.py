@@ -19,6 +19,10 @@ from megatron_ext.trajectory.record import Role
 from megatron_ext.trajectory.task import Task
 
 
+class HarnessError(ValueError):
+    """Harness and environment do not fit: the message names both and what to change."""
+
+
 @dataclass(frozen=True)
 class Message:
     role: Role
@@ -45,7 +49,8 @@ class Harness(Protocol):
         """The action in one model turn (decoded text without the stop token); ``tools`` as in ``opening``."""
 
     def render(self, action: Action) -> str:
-        """The text that ``parse`` reads as this action: what a demonstration makes the model say."""
+        """The text that ``parse`` reads as this action: what a demonstration makes the model say. Raises
+        ``HarnessError`` for a kind of action that this harness does not speak."""
 
     def reply(self, observation: Observation) -> Sequence[Message]:
         """Messages that follow an action."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.environments.protocol import Action, Observation, ToolCall, ToolSpec
-from megatron_ext.harness.protocol import Message, Parsed
+from megatron_ext.harness.protocol import HarnessError, Message, Parsed
 from megatron_ext.harness.thinking import after_thinking
 from megatron_ext.trajectory.record import Role
 from megatron_ext.trajectory.task import Task
@@ -49,9 +49,11 @@ class TextHarness:
         return Parsed(action)
 
     def render(self, action: Action) -> str:
-        """Raises ``TypeError`` for a tool call: this harness speaks free text."""
+        """Raises ``HarnessError`` for a tool call: this harness speaks free text."""
         if isinstance(action, ToolCall):
-            raise TypeError(f"the action is a call of tool {action.name!r}; use ToolHarness")
+            raise HarnessError(
+                f"the action is a call of tool {action.name!r}, which TextHarness cannot say; use ToolHarness"
+            )
         return action
 
     def reply(self, observation: Observation) -> Sequence[Message]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_ext.environments.protocol import Action, Observation, ToolCall, ToolSpec
-from megatron_ext.harness.protocol import Message, Parsed
+from megatron_ext.harness.protocol import HarnessError, Message, Parsed
 from megatron_ext.harness.schema import check_schema, first_problem, hint
 from megatron_ext.harness.thinking import after_thinking
 from megatron_ext.trajectory.record import Role
@@ -45,14 +45,17 @@ class ToolHarness:
         return "tools"
 
     def opening(self, task: Task, first: Observation, tools: Sequence[ToolSpec]) -> Sequence[Message]:
-        """Raises ``ValueError`` when the environment offers no tools, two of one name, or a schema that is none."""
+        """Raises ``HarnessError`` when the environment offers no tools, two of one name, or a schema that is none."""
         if not tools:
-            raise ValueError(f"task {task.task_id!r}: environment {task.environment!r} has no tools; use TextHarness")
+            raise HarnessError(f"task {task.task_id!r}: environment {task.environment!r} has no tools; use TextHarness")
         names = [tool.name for tool in tools]
         for tool in tools:
             if names.count(tool.name) > 1:
-                raise ValueError(f"environment {task.environment!r}: two tools are named {tool.name!r}")
-            check_schema(tool.parameters, f"environment {task.environment!r}, tool {tool.name!r}")
+                raise HarnessError(f"environment {task.environment!r}: two tools are named {tool.name!r}")
+            try:
+                check_schema(tool.parameters, f"environment {task.environment!r}, tool {tool.name!r}")
+            except ValueError as error:
+                raise HarnessError(str(error)) from error
         parts = [self.system] if self.system else []
         if self.show_schema:
             parts.append(_describe(tools))
@@ -76,9 +79,11 @@ class ToolHarness:
         return _read_call(body, tools)
 
     def render(self, action: Action) -> str:
-        """Raises ``TypeError`` for free text: this harness speaks tool calls."""
+        """Raises ``HarnessError`` for free text: this harness speaks tool calls."""
         if not isinstance(action, ToolCall):
-            raise TypeError(f"the action is free text ({action[:40]!r}); use TextHarness")
+            raise HarnessError(
+                f"the action is free text ({action[:40]!r}), which ToolHarness cannot say; use TextHarness"
+            )
         call = json.dumps({"name": action.name, "arguments": dict(action.arguments)}, ensure_ascii=False)
         return f"{CALL_OPEN}{call}{CALL_CLOSE}"
 

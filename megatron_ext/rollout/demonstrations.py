@@ -16,6 +16,10 @@ from megatron_ext.trajectory.builder import TrajectoryBuilder, build_group
 from megatron_ext.trajectory.record import Status, TrajectoryBatch, concat
 
 
+class DemonstrationError(ValueError):
+    """Demonstrations that nothing can be learned from; the message names the task and the key."""
+
+
 def demonstration_batch(
     codec: ChatCodec,
     harness: Harness,
@@ -50,7 +54,7 @@ def demonstration_batch(
             messages = list(harness.reply(observation))
             turns += 1
         if not turns:
-            raise ValueError(
+            raise DemonstrationError(
                 f"demonstration of task {demo.task.task_id!r}: its first turn does not fit "
                 f"model.max_context={max_context}"
             )

@@ -4,7 +4,8 @@ Invariants (``tests/training/test_collect.py``):
 
 1. Each group that is consumed or filtered was finished under a live lease; nothing is taken twice.
 2. A step draws at most ``draw_limit * tasks_per_step`` groups, then trains on what it has.
-3. A driver that stalls past the lease deadline is an error that names the groups that are missing.
+3. A driver that finishes nothing for the lease deadline is an error that names the groups that are missing; one that
+   makes progress gets more time.
 4. Groups are agreed on in the order they were added, not in the order they happened to finish.
 5. A resumed step draws no more than the same step without the interruption: what is under way again is waited for.
 """
@@ -63,6 +64,8 @@ class Collector:
         self._driver, self._store = driver, store
         self._own_signal, self._check, self._progress = own_signal, check, progress
         self._done: dict[str, GroupDone] = {}
+        self._open: dict[str, str] = {}  # groups the driver holds -> lease
+        self._renewed = 0.0
 
     def collect(self, step: int) -> StepGroups:
         """The groups of the step after ``step`` finished ones. Draws tasks until the step is full or the limit met."""
@@ -102,6 +105,8 @@ class Collector:
         if not count:
             return
         leased = self._coordinator.lease(DRIVER, count, now, now + rollout.lease_deadline_s)
+        self._open |= {g.group_id: g.lease_id for g in leased}
+        self._renewed = now
         sampling = Sampling(
             rollout.temperature, rollout.top_p, rollout.top_k, rollout.record_routing, rollout.ignore_stop
         )
@@ -114,17 +119,28 @@ class Collector:
             done = self._driver.poll(0.5)
             taken = self._coordinator.finish_many([(group.lease_id, group.meta) for group in done])
             for group, accepted in zip(done, taken, strict=True):
+                self._open.pop(group.group_id, None)
                 if accepted:
                     self._done[group.group_id] = group
                 else:
                     self._drop(group)
             self._progress(len(self._done))
+            if done:
+                self._renew(time.time())
             expired = self._coordinator.expire(time.time())
             if expired:
                 raise DriverError(
                     f"rollout driver: {len(expired)} groups not finished within rollout.lease_deadline_s="
                     f"{self._config.rollout.lease_deadline_s:.0f}, first {expired[0]!r}"
                 )
+
+    def _renew(self, now: float) -> None:
+        """A driver that finishes groups is alive: what it still holds gets more time, now and then."""
+        deadline_s = self._config.rollout.lease_deadline_s
+        if now - self._renewed > deadline_s / 4:
+            self._renewed = now
+            for lease_id in self._open.values():
+                self._coordinator.renew(lease_id, now + deadline_s)
 
     def _drop(self, group: GroupDone) -> None:
         """Deletes the data of a refused result, unless the result that was taken is the same: names tell contents."""

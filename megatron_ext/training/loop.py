@@ -20,7 +20,7 @@ def train_loop(run: Run) -> None:
             advantage, report = run.assign_credit(batch)
             metrics |= report
             with run.phase("update", run.config.batch.optimizer_steps_per_batch):
-                results = run.update(batch, rows, scores, advantage)
+                results, scores = run.update(batch, rows, scores, advantage)
             metrics |= update_metrics(results, batch, rows, scores, opened, run.clock, run.hf.num_experts, run.resumed)
         run.finish_step(groups)
         with run.phase("publish"):

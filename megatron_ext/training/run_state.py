@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.config.schema import Config
-from megatron_ext.credit.pipeline import Pipeline, open_view
+from megatron_ext.credit.pipeline import CreditError, Pipeline, open_view
 from megatron_ext.losses.aggregation import token_weights
 from megatron_ext.losses.protocol import LossTerm
 from megatron_ext.models.hf_config import HFConfig
@@ -124,17 +124,26 @@ class Run:
         device = self.trainer.context.device
         return [build_microbatch(batch, rows, members[mb], rows.mask).to(device) for mb in plan.microbatches[0]]
 
-    def score(self, batch: TrajectoryBatch, rows: Rows) -> TokenScores:
+    def score(self, batch: TrajectoryBatch, rows: Rows) -> TokenScores | None:
         """Log-prob and entropy of the trained tokens under the weights that open the batch, and their log-prob under
-        the reference policy where there is one; once a batch."""
+        the reference policy where there is one; once a batch.
+
+        None when nothing needs them before the update: the only optimizer step of a batch starts from those weights, so
+        its own forward gives the same scores.
+        """
+        if self.config.batch.optimizer_steps_per_batch == 1 and self.reference is None:
+            return None
         micro = self.microbatches(batch, rows, np.arange(rows.num_rows))
-        # Interleaved pipeline chunks would report their layers out of order.
-        record = any(self.hf.moe_pattern) and len(self.trainer.chunks) == 1
-        scores = self.trainer.score(micro, batch.num_tokens, record_experts=record)
+        scores = self.trainer.score(micro, batch.num_tokens, record_experts=self._records_experts)
         if self.reference is None:
             return scores
         with self.trainer.weights(self.reference):
             return replace(scores, reference=self.trainer.score(micro, batch.num_tokens).logp)
+
+    @property
+    def _records_experts(self) -> bool:
+        # Interleaved pipeline chunks would report their layers out of order.
+        return any(self.hf.moe_pattern) and len(self.trainer.chunks) == 1
 
     def _on_device(self, values: NDArray[Any]) -> torch.Tensor:
         """Per-token values as float32 on the training device."""
@@ -143,15 +152,22 @@ class Run:
     # -- credit and update -----------------------------------------------------------------------------------------
     def assign_credit(self, batch: TrajectoryBatch) -> tuple[NDArray[np.float64], dict[str, float]]:
         """Per-token advantages, and what the pipeline reports."""
-        view, reports = self.pipeline.run(open_view(batch, step=self.step))
+        view = open_view(batch, step=self.step)
+        asking = [name for name, requests in self.pipeline.requests(view).items() if requests]
+        if asking:
+            raise CreditError(
+                f"credit edits {', '.join(asking)} ask for scoring forwards, which training does not run yet"
+            )
+        view, reports = self.pipeline.run(view)
         return view.advantage, {name: value for report in reports for name, value in report.metrics().items()}
 
     def update(
-        self, batch: TrajectoryBatch, rows: Rows, scores: TokenScores, advantage: NDArray[np.float64]
-    ) -> list[UpdateResult]:
-        """The batch's optimizer steps. A trajectory's rows stay in one step; weights are counted over that step."""
+        self, batch: TrajectoryBatch, rows: Rows, scores: TokenScores | None, advantage: NDArray[np.float64]
+    ) -> tuple[list[UpdateResult], TokenScores]:
+        """The batch's optimizer steps, and the scores under the weights that opened it. A trajectory's rows stay in one
+        step; weights are counted over that step."""
         count = min(self.config.batch.optimizer_steps_per_batch, int(np.count_nonzero(trained_trajectories(batch))))
-        ref = None if scores.reference is None else self._on_device(scores.reference)
+        ref = None if scores is None or scores.reference is None else self._on_device(scores.reference)
         row_trajectory = batch.segment_trajectory()[rows.segment]
         results = []
         for number, trajectories in enumerate(
@@ -160,7 +176,7 @@ class Run:
             members = np.flatnonzero(np.isin(row_trajectory, trajectories))
             weight = token_weights(only(batch, trajectories), self.config.loss.aggregation)
             inputs = TokenInputs(
-                old_logp=self._on_device(scores.logp),
+                old_logp=None if scores is None else self._on_device(scores.logp),
                 rollout_logp=self._on_device(batch.rollout_logp),
                 advantage=self._on_device(advantage),
                 weight=self._on_device(weight),
@@ -168,10 +184,14 @@ class Run:
             )
             total = self.config.run.steps * self.config.batch.optimizer_steps_per_batch
             lr = learning_rate(self.config.optimizer, self.updates, total)
-            results.append(self.trainer.update(self.microbatches(batch, rows, members), inputs, self.terms, lr))
+            micro = self.microbatches(batch, rows, members)
+            keep, record = scores is None, self._records_experts
+            results.append(self.trainer.update(micro, inputs, self.terms, lr, keep_scores=keep, record_experts=record))
             self.updates += 1
             self.tracker.advance(number + 1)
-        return results
+        own = results[0].scores if scores is None else scores
+        assert own is not None, "a step that was not scored before keeps the scores of its update"
+        return results, own
 
     def finish_step(self, groups: StepGroups) -> None:
         """Records what the step consumed and reports outcomes to the task source."""

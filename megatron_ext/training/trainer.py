@@ -11,7 +11,7 @@ Invariants (``tests/training/test_trainer.py``):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megatron_ext.losses.logprob import token_logprob_entropy
 from megatron_ext.losses.protocol import LossInputs, LossTerm
 from megatron_ext.losses.total import needs_entropy_grad, total_loss
-from megatron_ext.models.forward import packed_logits, record_routing
+from megatron_ext.models.forward import Routing, packed_logits, record_routing
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.protocol import RouterPolicy
 from megatron_ext.training.microbatch import MicroBatch
@@ -47,9 +47,13 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What the loss reads, per token of the batch, float32 [T] on the training device."""
+    """What the loss reads, per token of the batch, float32 [T] on the training device.
 
-    old_logp: torch.Tensor
+    ``old_logp`` None: these weights opened the batch, so the update's own forward gives them (what scoring would have
+    given, without a second forward).
+    """
+
+    old_logp: torch.Tensor | None
     rollout_logp: torch.Tensor
     advantage: torch.Tensor
     weight: torch.Tensor
@@ -58,13 +62,33 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """``metrics`` are means over the optimizer step; ``applied`` is False when the step was skipped."""
+    """``metrics`` are means over the optimizer step; ``applied`` is False when the step was skipped. ``scores`` are
+    those of the update's own forward, where it was asked to keep them."""
 
     loss: float
     grad_norm: float
     lr: float
     applied: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
+    scores: TokenScores | None = None
+
+
+def _collect(
+    replies: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    routing: Routing,
+    micro: Sequence[MicroBatch],
+    num_tokens: int,
+) -> TokenScores:
+    """Scores by the batch's token from what each micro-batch replied: token indices, log-probs, entropies."""
+    logp = np.zeros(num_tokens, dtype=np.float32)
+    entropy = np.zeros(num_tokens, dtype=np.float32)
+    for token, values, entropies in replies:
+        at = token.cpu().numpy()
+        logp[at] = values.float().cpu().numpy()
+        entropy[at] = entropies.float().cpu().numpy()
+    if not routing.by_layer:
+        return TokenScores(logp, entropy)
+    return TokenScores(logp, entropy, *_by_token(routing.by_layer, micro, num_tokens))
 
 
 def _by_token(
@@ -110,8 +134,6 @@ class Trainer:
         Returns arrays over all ``num_tokens`` tokens of the batch; entries that no micro-batch predicts stay 0.
         ``record_experts`` also returns what the routers chose, for every token that went through the forward.
         """
-        logp = np.zeros(num_tokens, dtype=np.float32)
-        entropy = np.zeros(num_tokens, dtype=np.float32)
         for chunk in self.chunks:
             chunk.eval()
         try:
@@ -120,16 +142,11 @@ class Trainer:
         finally:
             for chunk in self.chunks:
                 chunk.train()
-        for token, values, entropies in replies:
-            logp[token.numpy()] = values.numpy()
-            entropy[token.numpy()] = entropies.numpy()
-        if not routing.by_layer:
-            return TokenScores(logp, entropy)
-        return TokenScores(logp, entropy, *_by_token(routing.by_layer, micro, num_tokens))
+        return _collect(replies, routing, micro, num_tokens)
 
     def _score_loss(self, mb: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
         logp, entropy = self._logprobs(mb, logits, entropy_grad=False)
-        return logits.new_zeros(()), (mb.token.cpu(), logp.float().cpu(), entropy.float().cpu())
+        return logits.new_zeros(()), (mb.token, logp, entropy)
 
     def _logprobs(self, mb: MicroBatch, logits: torch.Tensor, entropy_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprob_entropy(
@@ -142,9 +159,20 @@ class Trainer:
 
     # -- updating --------------------------------------------------------------------------------------------------
     def update(
-        self, micro: Sequence[MicroBatch], inputs: TokenInputs, terms: Mapping[str, LossTerm], lr: float
+        self,
+        micro: Sequence[MicroBatch],
+        inputs: TokenInputs,
+        terms: Mapping[str, LossTerm],
+        lr: float,
+        *,
+        keep_scores: bool = False,
+        record_experts: bool = False,
     ) -> UpdateResult:
-        """One optimizer step on these micro-batches."""
+        """One optimizer step on these micro-batches.
+
+        ``keep_scores`` returns the forward's own scores, with the routers' choices under ``record_experts``: what
+        ``score`` would have returned just before.
+        """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -153,7 +181,9 @@ class Trainer:
         scale = len(micro) * self.context.data_parallel_size
         loss_fn = partial(self._update_loss, inputs=inputs, terms=terms, scale=scale, micro=len(micro))
         sums: dict[str, torch.Tensor] = {}
-        for reply in self._run(micro, loss_fn, forward_only=False):
+        with record_routing(self.chunks if keep_scores and record_experts else []) as routing:
+            replies = self._run(micro, loss_fn, forward_only=False)
+        for _, reply in replies:
             for name, (numerator, denominator) in reply.items():
                 pair = torch.stack([numerator.detach().double(), denominator.detach().double()])
                 sums[name] = sums[name] + pair if name in sums else pair
@@ -171,7 +201,10 @@ class Trainer:
             self.router.check(self.chunks)
             self.optimizer.step()
             self.router.check(self.chunks)
-        return UpdateResult(loss=loss, grad_norm=norm, lr=lr, applied=bool(finite), metrics=metrics)
+        scores = None
+        if keep_scores:
+            scores = _collect((kept for kept, _ in replies), routing, micro, len(inputs.weight))
+        return UpdateResult(loss=loss, grad_norm=norm, lr=lr, applied=bool(finite), metrics=metrics, scores=scores)
 
     def _update_loss(
         self,
@@ -181,12 +214,12 @@ class Trainer:
         terms: Mapping[str, LossTerm],
         scale: float,
         micro: int,
-    ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> tuple[torch.Tensor, Any]:
         logp, entropy = self._logprobs(mb, logits, entropy_grad=needs_entropy_grad(terms))
         token = mb.token
         values = LossInputs(
             cur_logp=logp,
-            old_logp=inputs.old_logp[token],
+            old_logp=logp.detach() if inputs.old_logp is None else inputs.old_logp[token],
             rollout_logp=inputs.rollout_logp[token],
             advantage=inputs.advantage[token],
             weight=inputs.weight[token],
@@ -200,7 +233,8 @@ class Trainer:
         total = output.loss + 0.0 * logits.float().sum() if mb.num_tokens == 0 else output.loss
         # Numerators add over micro-batches to the step's loss: the weights hold its denominator, so this one is 1 once.
         share = torch.full((), 1.0 / micro, dtype=torch.float64)
-        return total * scale, {**output.metrics, "train/loss": (output.loss.detach(), share)}
+        kept = (token, logp.detach(), entropy.detach())
+        return total * scale, (kept, {**output.metrics, "train/loss": (output.loss.detach(), share)})
 
     # -- the schedule ----------------------------------------------------------------------------------------------
     def _run(self, micro: Sequence[MicroBatch], loss_fn: Any, *, forward_only: bool) -> list[Any]:

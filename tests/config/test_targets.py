@@ -16,7 +16,21 @@ def found(value: object, path: str = "environments") -> list[str]:
 
 def test_good_entries_have_no_problems_and_nothing_is_built() -> None:
     before = len(plug_points.BUILT)
-    assert found({"game": {"_target_": f"{HERE}.Game", "level": 1, "rename": True, "rate": 2}}) == []
+    assert (
+        found(
+            {
+                "game": {
+                    "_target_": f"{HERE}.Game",
+                    "level": 1,
+                    "rename": True,
+                    "rate": 2,
+                    "options": {"a": 1},
+                    "words": ["b"],
+                }
+            }
+        )
+        == []
+    )
     assert found({"_target_": f"{HERE}.Game"}) == []  # arguments that the program supplies are not judged
     assert found({"_target_": f"{HERE}.Anything", "whatever": 1}) == []
     assert found({}) == []
@@ -30,6 +44,8 @@ def test_good_entries_have_no_problems_and_nothing_is_built() -> None:
         ({"_target_": f"{HERE}.Game", "level": "two"}, ["environments.game.level", "needs int", "'two'"]),
         ({"_target_": f"{HERE}.Game", "level": True}, ["environments.game.level", "needs int"]),
         ({"_target_": f"{HERE}.Game", "rate": "x"}, ["environments.game.rate", "float or null"]),
+        ({"_target_": f"{HERE}.Game", "level": 1, "options": 3}, ["environments.game.options: needs a map or null"]),
+        ({"_target_": f"{HERE}.Game", "level": 1, "words": "ab"}, ["environments.game.words: needs a list, got 'ab'"]),
         ({"_target_": f"{HERE}.Gaem"}, ["environments.game", "Gaem", "Game"]),
         ({"_target_": f"{HERE}.NOT_CALLABLE"}, ["environments.game", "not a class or a function"]),
         ({"_target_": "no.such.module.Name"}, ["environments.game", "no"]),

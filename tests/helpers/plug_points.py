@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ class Game:
     level: int
     rename: bool = False
     rate: float | None = None
+    options: Mapping[str, int | str] | None = None
+    words: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         BUILT.append(self)

@@ -306,3 +306,27 @@ def test_supervised_steps_learn_the_batch(rank: ParallelContext, batch: Trajecto
     terms: dict[str, LossTerm] = {"nll": NegativeLogLikelihood()}
     losses = [trainer.update(micro, inputs, terms, lr=1e-2).loss for _ in range(25)]
     assert losses[-1] < 0.3 * losses[0]
+
+
+def test_the_only_step_of_a_batch_scores_itself(rank: ParallelContext, batch: TrajectoryBatch) -> None:
+    """Old log-probs from the update's own forward give the step that scoring first would have given, and its scores."""
+    micro = micro_of(batch, rows_of(batch), cap=200)
+    assert len(micro) > 1
+    results, after = [], []
+    for fused in (False, True):
+        trainer = make_trainer(rank, temperature=TEMPERATURE)
+        scored = trainer.score(micro, batch.num_tokens, record_experts=True)
+        inputs = random_inputs(batch, seed=3)
+        old = None if fused else torch.from_numpy(scored.logp)
+        inputs = replace(inputs, old_logp=old)
+        result = trainer.update(micro, inputs, TERMS, 1e-2, keep_scores=fused, record_experts=fused)
+        results.append(result)
+        after.append(parameters(trainer))
+    assert results[0].scores is None and results[1].scores is not None
+    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-6)
+    for name, value in after[0].items():
+        torch.testing.assert_close(after[1][name], value, rtol=1e-5, atol=1e-7)
+    own = results[1].scores
+    np.testing.assert_allclose(own.logp, scored.logp, atol=1e-5)
+    np.testing.assert_allclose(own.entropy, scored.entropy, atol=1e-5)
+    assert own.experts is not None and scored.experts is not None and np.array_equal(own.experts, scored.experts)
