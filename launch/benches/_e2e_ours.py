@@ -59,6 +59,12 @@ def configuration(folder: Path, name: str, size: Size) -> Config:
                 "max_new_tokens": size.new_tokens,
                 "ignore_stop": True,
                 "concurrency": size.completions,
+                # Decoding a small model leaves a second thread idle: as many one-threaded replicas as threads.
+                "engine": {
+                    "_target_": "megatron_ext.rollout.replicas.ReplicatedEngine",
+                    "replicas": size.threads,
+                    "engine": {"_target_": "megatron_ext.rollout.embedded.engine.EmbeddedEngine"},
+                },
             },
             "rewards": {"letters": {"_target_": "megatron_ext.rewards.outcome.StepRewardSum", "weight": 1.0}},
             "credit": {"filter": {"constant_groups": False}},

@@ -8,17 +8,27 @@ from typing import Any
 import torch
 
 from megatron_ext.config.schema import OptimizerConfig, ParallelConfig
-from megatron_ext.models.backends import ResolvedBackend
+from megatron_ext.models import cpu_platform
+from megatron_ext.models.backends import BackendError, ResolvedBackend
 
 
 def wrap(
     chunks: Sequence[torch.nn.Module], config: OptimizerConfig, parallel: ParallelConfig, backend: ResolvedBackend
 ) -> tuple[list[torch.nn.Module], Any]:
     """DDP-wrapped chunks and their optimizer. Gradients are reduced in fp32; bf16 parameters keep fp32 masters."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.optimizer import get_megatron_optimizer
+    with cpu_platform.quiet_import():
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, get_megatron_optimizer
+        from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
+    # Megatron takes the fused optimizer whenever one is installed; what runs must be what was asked for.
+    if (backend.optimizer == "torch") != USING_PYTORCH_OPTIMIZER:
+        found = "torch's optimizer" if USING_PYTORCH_OPTIMIZER else "a fused optimizer (Transformer Engine or Apex)"
+        raise BackendError(f"backend.optimizer={backend.optimizer}, but Megatron found {found} in this environment")
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,

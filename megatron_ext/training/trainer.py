@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from megatron_ext.losses.logprob import token_logprob_entropy
 from megatron_ext.losses.protocol import LossInputs, LossTerm
 from megatron_ext.losses.total import needs_entropy_grad, total_loss
+from megatron_ext.models import cpu_platform
 from megatron_ext.models.forward import Routing, packed_logits, record_routing
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.protocol import RouterPolicy
@@ -118,7 +119,8 @@ class Trainer:
         temperature: float,
         router: RouterPolicy,
     ) -> None:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
+        with cpu_platform.quiet_import():
+            from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.chunks = list(chunks)
         self.optimizer = optimizer

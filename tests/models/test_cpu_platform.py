@@ -77,7 +77,9 @@ def test_cache_keys_by_content_and_survives_concurrency_and_damage(tmp_path: Pat
     files = list((tmp_path / "cache").iterdir())
     assert len(files) == 1, "temporary files stay behind"
     namespace: dict[str, int] = {}
-    exec(cache.load("m", b"x = 1"), namespace)
+    loaded = cache.load("m", b"x = 1")
+    assert loaded is not None
+    exec(loaded, namespace)
     assert namespace["x"] == 1
     assert cache.load("m", b"x = 2") is None
     files[0].write_bytes(files[0].read_bytes()[:-1])

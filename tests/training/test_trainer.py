@@ -76,6 +76,7 @@ def written_out(rank: ParallelContext, batch: TrajectoryBatch, inputs: TokenInpu
         entropy = -(logq.exp() * logq).sum(-1)[chosen]
         at = token[1:][chosen]
         advantage, weight = inputs.advantage[at].double(), inputs.weight[at].double()
+        assert inputs.old_logp is not None
         ratio = (logp - inputs.old_logp[at].double()).exp()
         clipped = ratio.clamp(0.8, 1.28)
         total = total - (weight * torch.minimum(ratio * advantage, clipped * advantage)).sum()
