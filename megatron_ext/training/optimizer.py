@@ -51,7 +51,8 @@ def wrap(
         params_dtype=backend.dtype,
         use_distributed_optimizer=parallel.distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(settings, wrapped)
+    with cpu_platform.quiet_import():  # it imports more of Megatron on the way
+        optimizer = get_megatron_optimizer(settings, wrapped)
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
         chunk.config.grad_scale_func = optimizer.scale_loss
