@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.models import cpu_platform
+from megatron_ext.models import causal_cpu, cpu_platform
 from megatron_ext.models.packing import AttentionPlan, PackedBatch
 
 cpu_platform.install()
@@ -158,6 +158,8 @@ class PackedAttention(MegatronModule):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[b, h, s, d] -> [b, h, s, d]; causal unless a boolean ``mask`` (True = attend) is given."""
+        if mask is None and q.device.type == "cpu" and q.dtype == torch.float32 and q.size(2) <= causal_cpu.MAX_LENGTH:
+            return causal_cpu.causal_attention(q, k, v, self.scale)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
         )

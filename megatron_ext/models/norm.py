@@ -9,6 +9,8 @@ Invariants (``tests/models/test_norm.py``):
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -17,6 +19,30 @@ from megatron_ext.models import cpu_platform
 cpu_platform.install()
 with cpu_platform.quiet_import():
     from megatron.core.transformer import TransformerConfig
+
+
+class _CpuRMSNorm(torch.autograd.Function):
+    """The same formula in fewer passes over memory: torch's CPU version is a chain of elementwise operations whose
+    reductions over a short last dimension are slow; as matrix-vector products they are not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        size = x.size(-1)
+        rows = x.reshape(-1, size)
+        inverse = torch.mv(rows * rows, rows.new_full((size,), 1.0 / size)).add_(eps).rsqrt_().unsqueeze(1)
+        normed = rows * inverse
+        ctx.save_for_backward(normed, inverse, weight)
+        return (normed * weight).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (grad,) = grads
+        normed, inverse, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.size(-1))
+        along = rows * normed
+        mean = torch.mv(along, weight / weight.size(0)).unsqueeze(1)
+        dx = torch.addcmul(rows * weight, normed, mean, value=-1).mul_(inverse)
+        return dx.view(grad.shape), along.sum(0), None
 
 
 class RMSNorm(nn.Module):
@@ -31,4 +57,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] -> the same shape and type."""
+        if x.device.type == "cpu" and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
+            out: torch.Tensor = _CpuRMSNorm.apply(x, self.weight, self.eps)
+            return out
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)

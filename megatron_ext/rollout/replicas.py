@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -67,10 +68,11 @@ class ReplicatedEngine:
             raise
 
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, timeout: float = 600.0) -> None:
-        """Sends every weight to every replica."""
+        """Sends every weight to every replica, to all of them at a time."""
         pairs = list(tensors)
-        for engine in self._engines:
-            engine.publish(pairs, version, timeout)
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            for sent in [pool.submit(engine.publish, pairs, version, timeout) for engine in self._engines]:
+                sent.result()
 
     def version(self) -> int:
         versions = {engine.version() for engine in self._engines}
