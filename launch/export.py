@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         saved = open_saved(options.run, options.step)
         out = export(saved, options.out or saved.path / "export" / f"step_{saved.step}")
-    except FileExistsError as error:
+    except OSError as error:  # the folder exists, or cannot be written
         print(f"error: {error}", file=sys.stderr)
         return 2
     except expected() as error:

@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = run(overrides)
         except ConfigError as error:
             return report(error)
+        except KeyboardInterrupt:
+            print("stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
+            return 130
         except expected() as error:
             return show(error)
         if result.interrupted:

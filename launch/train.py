@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = run(overrides)
     except ConfigError as error:
         return report(error)
+    except KeyboardInterrupt:
+        print("stopped at once; the run goes on from its last checkpoint with the same command", file=sys.stderr)
+        return 130
     except expected() as error:
         return show(error)
     if result.interrupted:
@@ -85,7 +88,7 @@ def report(error: ConfigError) -> int:
 
 
 def how_to_go_on(overrides: Sequence[str], run_dir: Path) -> str:
-    return f"interrupted; {run_dir} is saved. To go on: {PROGRAM} {shlex.join(overrides)}"
+    return f"interrupted; {run_dir} is saved. To go on: bash launch/env {PROGRAM} {shlex.join(overrides)}"
 
 
 def summary(result: RunResult) -> str:

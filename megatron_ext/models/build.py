@@ -27,6 +27,7 @@ from megatron_ext.models.hf_config import HFConfig, compare
 from megatron_ext.models.hf_io import SafetensorsReader
 from megatron_ext.models.hf_map import Layout, check_divisible, load_tensors
 from megatron_ext.models.norm import RMSNorm
+from megatron_ext.models.swiglu import SwiGLU
 
 cpu_platform.install()
 with cpu_platform.quiet_import():
@@ -89,6 +90,8 @@ def transformer_fields(
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "bias_activation_fusion": te,
+        # Megatron's name for "the activation is a module of the layer spec"; here it is ``swiglu.SwiGLU``.
+        "use_te_activation_func": not te and not gpu,
         "bias_dropout_fusion": False,
         "apply_rope_fusion": te,
         "tensor_model_parallel_size": parallel.tensor,
@@ -147,6 +150,13 @@ def transformer_config(
     return config
 
 
+class _LocalProvider(LocalSpecProvider):
+    """Megatron's local modules, with this project's activation where the configuration asks for a module."""
+
+    def activation_func(self) -> type[SwiGLU]:
+        return SwiGLU
+
+
 def _local_spec(hf: HFConfig, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Layers of this chunk from Megatron's own modules with this project's norm and attention."""
     attention = ModuleSpec(
@@ -170,7 +180,10 @@ def _local_spec(hf: HFConfig, config: TransformerConfig, vp_stage: int | None) -
                 self_attn_bda=get_bias_dropout_add,
                 pre_mlp_layernorm=RMSNorm,
                 mlp=get_mlp_module_spec_for_backend(
-                    backend=LocalSpecProvider(), num_experts=hf.num_experts if moe else None, moe_grouped_gemm=False
+                    backend=_LocalProvider(),
+                    num_experts=hf.num_experts if moe else None,
+                    moe_grouped_gemm=False,
+                    use_te_activation_func=config.use_te_activation_func,
                 ),
                 mlp_bda=get_bias_dropout_add,
                 # The names under which a distributed checkpoint keeps them, shared with the Transformer Engine spec.

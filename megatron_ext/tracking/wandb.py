@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import wandb
-from wandb.errors import CommError
+from wandb.errors import CommError, UsageError
 
 from megatron_ext.tracking.jsonl import FILE_NAME, read_metrics
 
@@ -74,7 +74,7 @@ class WandbTracker:
             if self._mode == "online" or (self._mode == "auto" and wandb.login(prompt=False, verify=False)):
                 rewind_to = resumed_from if continues else None
                 self._run = self._open(run_dir, config, run_id, online=True, rewind_to=rewind_to)
-        except CommError as error:  # not reachable, or the key was refused: either way nothing of the run is lost
+        except (CommError, UsageError) as error:  # not reachable, no key, or it was refused: nothing of the run is lost
             reason = " ".join(str(error).split())
             print(f"warning: wandb goes on offline, upload later with `wandb sync` ({reason})", file=sys.stderr)
             wandb.teardown()  # the failed attempt still holds the run id in wandb's service process

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,10 @@ def read_payload(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"checkpoint file {path} is missing: pick another step under {path.parent.parent}")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch reads past a damaged record; its checksum tells
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"record {damaged} does not match its checksum")
         return torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # torch raises many types for a corrupt file
         raise CheckpointError(

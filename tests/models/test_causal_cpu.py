@@ -30,7 +30,7 @@ def test_values_and_gradients_are_torchs(heads: int, kv: int, length: int) -> No
 
 def test_gradients_in_double_precision() -> None:
     q, k, v = (torch.randn(2, h, 35, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
-    assert torch.autograd.gradcheck(lambda *x: causal_attention(*x, 0.5), (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda a, b, c: causal_attention(a, b, c, 0.5), (q, k, v), fast_mode=True)
 
 
 def test_what_it_cannot_do_is_refused() -> None:

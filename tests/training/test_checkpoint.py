@@ -233,3 +233,14 @@ def test_weights_of_another_model_are_refused_by_name(rank: ParallelContext, tra
         checkpoint.load_weights(path, make_trainer(rank, hf=replace(TINY, vocab=120)).chunks)
     with pytest.raises(CheckpointError, match="is missing"):
         checkpoint.load_weights(tmp_path / "none.pt", trainer.chunks)
+
+
+def test_a_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    """Inside a tensor torch would load it as if nothing had happened."""
+    path = tmp_path / "rank_0.pt"
+    torch.save({"model": torch.zeros(4096)}, path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="rank_0.pt is corrupt.*checksum"):
+        checkpoint.read_payload(path)
