@@ -326,9 +326,13 @@ def test_a_publish_whose_source_fails_changes_nothing(engine: Served) -> None:
 
 
 def test_sleep_releases_and_wake_needs_a_publish(engine: Served) -> None:
-    engine.client.submit([request("running", prompt(engine.rng, 3), max_new_tokens=150)])
+    # Sleep comes by another connection: two short requests tell when the engine (or two replicas) has the long one.
+    short = [request(f"short{i}", prompt(engine.rng, 3), max_new_tokens=1) for i in range(2)]
+    engine.client.submit([request("running", prompt(engine.rng, 3), max_new_tokens=150), *short])
+    results = collect(engine.client, 2)
     engine.control.sleep()
-    assert collect(engine.client, 1)["running"].finish in (FinishReason.ABORT, FinishReason.LENGTH)
+    results |= collect(engine.client, 3 - len(results))
+    assert results["running"].finish in (FinishReason.ABORT, FinishReason.LENGTH)
     with pytest.raises(EngineError, match="'drowsy'.*asleep"):
         ask(engine.client, [request("drowsy", prompt(engine.rng, 3))])
     with pytest.raises(EngineError, match="asleep"):
