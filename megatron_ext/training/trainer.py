@@ -121,7 +121,11 @@ class Trainer:
     ) -> None:
         with cpu_platform.quiet_import():
             from megatron.core.pipeline_parallel import get_forward_backward_func
+            from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+        # Megatron keeps the scale of the auxiliary loss on the class, whoever set it last and in whatever shape; the
+        # schedule sets it anew for this model.
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self.context = context

@@ -331,3 +331,12 @@ def test_the_only_step_of_a_batch_scores_itself(rank: ParallelContext, batch: Tr
     np.testing.assert_allclose(own.logp, scored.logp, atol=1e-5)
     np.testing.assert_allclose(own.entropy, scored.entropy, atol=1e-5)
     assert own.experts is not None and scored.experts is not None and np.array_equal(own.experts, scored.experts)
+
+
+def test_an_auxiliary_scale_left_by_another_model_does_no_harm(rank: ParallelContext, batch: TrajectoryBatch) -> None:
+    """A backward pass outside the schedule leaves a scale of another shape on Megatron's class."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(3.0)
+    trainer = make_trainer(rank, temperature=TEMPERATURE)
+    assert trainer.update(micro_of(batch, rows_of(batch)), random_inputs(batch), TERMS, 1e-2).applied
