@@ -45,3 +45,15 @@ def show(error: Exception) -> int:
     for line in problems:
         print(f"error: {line}", file=sys.stderr)
     return 2
+
+
+def status(error: BaseException) -> int:
+    """Tells the user what ended a command, and returns its exit status; what nobody expected is raised again."""
+    if isinstance(error, KeyboardInterrupt):
+        print("stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    if isinstance(error, ConfigError):  # answered before the training stack is loaded for the other kinds
+        return show(error)
+    if isinstance(error, expected()):
+        return show(error)
+    raise error

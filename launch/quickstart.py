@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from launch.errors import expected, show
+from launch.errors import status
 from launch.output import json_lines
 from launch.paths import RECIPES
-from launch.train import how_to_go_on, report, run, summary
-from megatron_ext.config.compose import ConfigError, compose
+from launch.train import how_to_go_on, run, summary
+from megatron_ext.config.compose import compose
 
 USAGE = (
     "usage: bash launch/quickstart [--json] [KEY=VALUE ...]\n"
@@ -43,13 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             overrides = next_run(overrides)
             result = run(overrides)
-        except ConfigError as error:
-            return report(error)
-        except KeyboardInterrupt:
-            print("stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
-            return 130
-        except expected() as error:
-            return show(error)
+        except (Exception, KeyboardInterrupt) as error:
+            return status(error)
         if result.interrupted:
             print(how_to_go_on(overrides, result.run_dir), file=sys.stderr)
             return 130

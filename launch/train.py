@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.errors import expected, show
+from launch.errors import show, status
 from launch.paths import RECIPES
 from launch.prepare import missing_packages, prepare, ranks
 from megatron_ext.config import help as config_help
@@ -43,13 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(OmegaConf.to_yaml(OmegaConf.create(as_tree(prepare(overrides)))), end="")
             return 0
         result = run(overrides)
-    except ConfigError as error:
-        return report(error)
-    except KeyboardInterrupt:
-        print("stopped at once; the run goes on from its last checkpoint with the same command", file=sys.stderr)
-        return 130
-    except expected() as error:
-        return show(error)
+    except (Exception, KeyboardInterrupt) as error:
+        return status(error)
     if result.interrupted:
         print(how_to_go_on(overrides, result.run_dir), file=sys.stderr)
         return 130
