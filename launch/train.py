@@ -72,14 +72,9 @@ def show_help(overrides: Sequence[str], recipes_root: Path = RECIPES) -> int:
     try:
         cfg = compose(overrides, recipes_root) if overrides else None
     except ConfigError as error:
-        return report(error)
+        return show(error)
     print(config_help.render(cfg, recipes(recipes_root), PROGRAM), end="")
     return 0
-
-
-def report(error: ConfigError) -> int:
-    """Apart from ``expected``, which loads the training stack: a typing error is answered at once."""
-    return show(error)
 
 
 def how_to_go_on(overrides: Sequence[str], run_dir: Path) -> str:

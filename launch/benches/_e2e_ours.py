@@ -2,8 +2,9 @@
 
 ``python -m launch.benches._e2e_ours FOLDER NAME SIZE`` trains the run FOLDER/NAME from FOLDER/model and writes
 FOLDER/NAME.json. Everything is the real thing: driver process, one environment worker that plays FOLDER/tasks.jsonl
-with the user's reward function, engine process, coordinator with its journal, store, scoring of old log-probs once a
-batch, credit, update, publish. A step's seconds run from one line of metrics to the next, so that no work escapes them.
+with the user's reward function, engine replicas, coordinator with its journal, store, credit, update, publish. The
+only optimizer step of a batch takes its old log-probs from its own forward: there is no scoring pass, as in TRL.
+A step's seconds run from one line of metrics to the next, so that no work escapes them.
 
 What is set: no group is filtered, so that all completions are trained; no token ends a turn; one optimizer step and one
 micro-batch a batch; Adam; metrics go to ``metrics.jsonl`` alone.
