@@ -54,6 +54,7 @@ def configuration(folder: Path, name: str, size: Size) -> Config:
                 "tasks_per_step": size.prompts,
                 "trajectories_per_task": size.samples,
                 "tokens_per_microbatch": size.completions * (longest + 8),
+                "share_prefixes": True,
             },
             "rollout": {
                 "max_turns": 1,

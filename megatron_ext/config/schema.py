@@ -79,6 +79,7 @@ class BatchConfig:
     optimizer_steps_per_batch: int = opt(1, "optimizer steps on one batch of trajectories")
     tokens_per_microbatch: int = opt(8192, "token cap of a packed micro-batch on one rank")
     tokens_per_row: int = opt(0, "cut rows longer than this at a turn; 0 = never (a row is a whole segment)")
+    share_prefixes: bool = opt(False, "run tokens that rows of a micro-batch begin with in common once (local layers)")
 
 
 @dataclass

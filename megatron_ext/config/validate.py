@@ -247,6 +247,15 @@ def _batch(cfg: Config, world: int) -> Iterator[str]:
             f"batch.tokens_per_microbatch={b.tokens_per_microbatch}: a row may have {longest} tokens "
             "(model.max_context, or batch.tokens_per_row when set)"
         )
+    if b.share_prefixes:
+        reason = "batch.share_prefixes=true: "
+        if p.context > 1:
+            yield f"{reason}parallel.context={p.context} cuts rows over ranks; turn one of the two off"
+        if cfg.model.aux_loss_coefficient > 0:
+            yield (
+                f"{reason}model.aux_loss_coefficient={cfg.model.aux_loss_coefficient} balances experts over every row's "
+                "tokens, shared ones included; turn one of the two off"
+            )
     e = cfg.evaluation
     if (e.before or e.after) and tasks.test_tasks < 1:
         yield f"tasks.test_tasks={tasks.test_tasks}: evaluation.before or after needs at least 1"

@@ -10,6 +10,7 @@ Invariants (``tests/models/test_attention.py``, ``tests/models/test_forward.py``
 3. Padding inside a bucket never reaches a valid token, forward or backward.
 4. Under context parallelism a rank holds Megatron's zigzag share of every sequence (chunks ``r`` and ``2 cp - 1 - r``);
    keys and values are gathered over the group and the result equals that of one rank.
+5. Tokens that sequences share (``SharedTokens``) enter once, and output and gradients are those of whole sequences.
 """
 
 from __future__ import annotations
@@ -69,6 +70,24 @@ class _Stack(torch.autograd.Function):
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (flat,) = ctx.saved_tensors
         return grads[0].index_select(0, flat), None, None
+
+
+class _StackShared(torch.autograd.Function):
+    """Distinct tokens [U, ...] -> padded places [P, ...], where several sequences may read one token: the transpose is
+    a gather by each token's first place, plus the few further places that read it."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: torch.Tensor, gather: torch.Tensor, first: torch.Tensor, later: torch.Tensor, of: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(first, later, of)
+        return x.index_select(0, gather)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        first, later, of = ctx.saved_tensors
+        out = grads[0].index_select(0, first)
+        return out.index_add_(0, of, grads[0].index_select(0, later)), None, None, None, None
 
 
 class _Unstack(torch.autograd.Function):
@@ -144,6 +163,8 @@ class PackedAttention(MegatronModule):
             return self._batch(query, key, value)
         if not isinstance(packed_seq_params, PackedBatch) or packed_seq_params.plan is None:
             raise TypeError("packed calls of the local attention need megatron_ext.models.packing.pack(cu_seqlens)")
+        if self.group.size() > 1 and packed_seq_params.shared is not None:
+            raise ValueError("context parallelism cuts sequences over ranks: shared tokens are not supported with it")
         if self.group.size() == 1:
             return self._packed(query, key, value, packed_seq_params, packed_seq_params.plan)
         return self._packed_over_ranks(query, key, value, packed_seq_params)
@@ -182,23 +203,33 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PackedBatch, plan: AttentionPlan
     ) -> torch.Tensor:
         """[t, h, d] each, every sequence whole on this rank."""
-        tokens = query.size(0)
-        if tokens != plan.tokens:
-            raise ValueError(f"the pack's cu_seqlens end at {plan.tokens}, the forward has {tokens} tokens")
+        tokens, shared = query.size(0), batch.shared
+        expected = plan.tokens if shared is None else len(shared.place)
+        if tokens != expected:
+            raise ValueError(f"the pack (cu_seqlens) has {expected} tokens, the forward {tokens}")
         at = (self.rope_theta, query.size(-1), query.dtype)
         if at not in batch.rotary:
-            batch.rotary[at] = self._tables(plan.positions, query.size(-1), query.dtype)
+            positions = plan.positions if shared is None else plan.positions[shared.place]
+            batch.rotary[at] = self._tables(positions, query.size(-1), query.dtype)
         cos, sin = batch.rotary[at]
         stacked = [_Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin), value]
-        if not plan.is_view:
-            stacked = [_Stack.apply(x, plan.gather, plan.flat) for x in stacked]
+        flat = plan.flat
+        if shared is not None:
+            flat = flat[shared.place]
+            gather, later = shared.distinct[plan.gather], plan.flat[shared.repeats]
+            # A repeated place's own output is dropped, so nothing flows back through its query.
+            stacked[0] = _Stack.apply(stacked[0], gather, flat)
+            of = shared.distinct[shared.repeats]
+            stacked[1:] = [_StackShared.apply(x, gather, flat, later, of) for x in stacked[1:]]
+        elif not plan.is_view:
+            stacked = [_Stack.apply(x, plan.gather, flat) for x in stacked]
         outs = []
         for bucket in plan.buckets:
             rows = slice(bucket.start, bucket.start + bucket.rows * bucket.width)
             q, k, v = (x[rows].unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2) for x in stacked)
             outs.append(self._sdpa(q, k, v).transpose(1, 2).reshape(bucket.rows * bucket.width, -1))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out if plan.is_view else _Unstack.apply(out, plan.flat)
+        return out if plan.is_view and shared is None else _Unstack.apply(out, flat)
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[n_local, ...] -> [n_local * cp, ...] in rank order; the gradient is reduced back to the ranks."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_ext.models import cpu_platform
-from megatron_ext.models.packing import PackedBatch, pack
+from megatron_ext.models.packing import PackedBatch, SharedTokens, pack
 
 cpu_platform.install()
 with cpu_platform.quiet_import():
@@ -41,13 +41,15 @@ def packed_logits(
     position_ids: torch.Tensor,
     cu_seqlens: torch.Tensor,
     batch: PackedBatch | None = None,
+    shared: SharedTokens | None = None,
 ) -> torch.Tensor:
     """Logits [T, V / tp] of a packed micro-batch on the last pipeline stage, hidden states [T', 1, H] on earlier ones.
 
     ``ids`` and ``position_ids`` int64 [T], ``cu_seqlens`` [S + 1] with ``cu_seqlens[-1] == T`` (times the
     context-parallel size, where a rank passes its zigzag share). Positions must restart at 0 with every sequence:
     that is what RoPE uses. ``batch = pack(cu_seqlens)`` may be passed to share its plan between forwards over the same
-    micro-batch. ``chunk`` may be wrapped in DDP.
+    micro-batch. ``chunk`` may be wrapped in DDP. With ``shared`` the ids, positions and logits are those of its U
+    distinct tokens, while ``cu_seqlens`` still covers all T places (local attention, no context parallelism).
     """
     model, tokens = unwrap(chunk), ids.numel()
     filler = _filler(tokens, model.config.tensor_model_parallel_size, model.config.context_parallel_size)
@@ -56,9 +58,9 @@ def packed_logits(
         ids = torch.cat([ids, torch.zeros_like(share)])
         position_ids = torch.cat([position_ids, share])
         end = cu_seqlens[-1:] + filler * model.config.context_parallel_size
-        batch = pack(torch.cat([cu_seqlens, end]))
+        batch = pack(torch.cat([cu_seqlens, end]), None if shared is None else shared.extended(filler))
     elif batch is None:
-        batch = pack(cu_seqlens)
+        batch = pack(cu_seqlens, shared)
     out = chunk(ids.unsqueeze(0), position_ids.unsqueeze(0), None, packed_seq_params=batch)
     return out.squeeze(0)[:tokens] if model.post_process else out
 

@@ -9,6 +9,8 @@ Invariants (``tests/models/test_packing.py``):
 1. Every token of the pack lies in exactly one bucket at exactly one place; ``flat`` lists the buckets' rows by token.
 2. Positions restart at 0 with every sequence.
 3. Within a bucket the padding is at the end of each row, so that a causal mask alone keeps it from valid tokens.
+4. Sequences that begin alike may pass what they share once (``SharedTokens``): everything but attention then works on
+   the distinct tokens, and every place of every sequence reads the distinct token that stands there.
 """
 
 from __future__ import annotations
@@ -60,11 +62,48 @@ class AttentionPlan:
         return len(self.buckets) == 1 and self.buckets[0].view == 0
 
 
+@dataclass(frozen=True)
+class SharedTokens:
+    """Which of the pack's T places hold one and the same token: equal ids behind equal prefixes.
+
+    ``distinct`` int64 [T]: the distinct token, 0 to U - 1, of each place. ``place`` int64 [U]: the first place of each
+    distinct token. ``repeats`` int64 [T - U]: the places that are not the first of their token.
+    """
+
+    distinct: torch.Tensor
+    place: torch.Tensor
+    repeats: torch.Tensor
+
+    @staticmethod
+    def of(distinct: torch.Tensor, place: torch.Tensor) -> SharedTokens:
+        """From the first two. Raises ``ValueError`` where they disagree."""
+        if not torch.equal(distinct[place], torch.arange(len(place), device=place.device)):
+            raise ValueError(f"shared tokens: {len(place)} first places do not hold the tokens that they are first of")
+        later = torch.ones(len(distinct), dtype=torch.bool, device=distinct.device)
+        later[place] = False
+        return SharedTokens(distinct, place, later.nonzero().squeeze(1))
+
+    def to(self, device: torch.device) -> SharedTokens:
+        return SharedTokens(self.distinct.to(device), self.place.to(device), self.repeats.to(device))
+
+    def extended(self, tokens: int) -> SharedTokens:
+        """With ``tokens`` more places behind the others, each a token of its own."""
+        more = torch.arange(tokens, device=self.place.device)
+        return SharedTokens(
+            torch.cat([self.distinct, len(self.place) + more]),
+            torch.cat([self.place, len(self.distinct) + more]),
+            self.repeats,
+        )
+
+
 @dataclass
 class PackedBatch(PackedSeqParams):
-    """Megatron's packed-sequence parameters with the attention plan of the micro-batch."""
+    """Megatron's packed-sequence parameters with the attention plan of the micro-batch.
+
+    ``shared``: the forward carries the distinct tokens only; the plan is over all places."""
 
     plan: AttentionPlan | None = None
+    shared: SharedTokens | None = None
     lengths: tuple[int, ...] = ()
     rotary: dict[tuple[float, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -106,7 +145,7 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
     return AttentionPlan(starts[-1], tuple(buckets), gather.to(device), flat.to(device), positions.to(device))
 
 
-def pack(cu_seqlens: torch.Tensor) -> PackedBatch:
+def pack(cu_seqlens: torch.Tensor, shared: SharedTokens | None = None) -> PackedBatch:
     """Packed-sequence parameters of a micro-batch, with its attention plan.
 
     ``cu_seqlens`` [S + 1] are the global offsets (under context parallelism each length is a multiple of twice its
@@ -117,6 +156,8 @@ def pack(cu_seqlens: torch.Tensor) -> PackedBatch:
     lengths = tuple(b - a for a, b in zip(offsets, offsets[1:], strict=False))
     if not offsets or offsets[0] != 0 or any(n < 0 for n in lengths):
         raise ValueError(f"cu_seqlens must start at 0 and never fall; got {offsets[:8]}")
+    if shared is not None and len(shared.distinct) != offsets[-1]:
+        raise ValueError(f"shared tokens cover {len(shared.distinct)} places, the pack has {offsets[-1]}")
     cu = cu_seqlens.to(torch.int32)
     longest = max(lengths, default=0)
     return PackedBatch(
@@ -126,5 +167,6 @@ def pack(cu_seqlens: torch.Tensor) -> PackedBatch:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         plan=plan_attention(lengths, cu_seqlens.device),
+        shared=shared,
         lengths=lengths,
     )

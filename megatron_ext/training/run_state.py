@@ -122,7 +122,11 @@ class Run:
         """This rank's micro-batches of the rows ``members``."""
         plan = pack(rows.lengths[members], cap=self.config.batch.tokens_per_microbatch)
         device = self.trainer.context.device
-        return [build_microbatch(batch, rows, members[mb], rows.mask).to(device) for mb in plan.microbatches[0]]
+        share = self.config.batch.share_prefixes
+        return [
+            build_microbatch(batch, rows, members[mb], rows.mask, share_prefixes=share).to(device)
+            for mb in plan.microbatches[0]
+        ]
 
     def score(self, batch: TrajectoryBatch, rows: Rows) -> TokenScores | None:
         """Log-prob and entropy of the trained tokens under the weights that open the batch, and their log-prob under

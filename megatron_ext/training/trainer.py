@@ -101,8 +101,9 @@ def _by_token(
     routed = np.zeros(num_tokens, dtype=bool)
     for number, mb in enumerate(micro):
         source = mb.source.cpu().numpy()
-        chosen = torch.stack(list(by_layer[number * layers : (number + 1) * layers]), dim=1)
-        experts[source] = chosen[: len(source)].cpu().numpy()  # what follows is filler
+        chosen = torch.stack(list(by_layer[number * layers : (number + 1) * layers]), dim=1)[: mb.num_tokens]
+        # What followed was filler; tokens that rows share were routed once for all of them.
+        experts[source] = (chosen if mb.shared is None else chosen[mb.shared.distinct]).cpu().numpy()
         routed[source] = True
     return experts, routed
 
@@ -249,7 +250,7 @@ class Trainer:
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             mb = next(source)
-            logits = packed_logits(model, mb.ids, mb.positions, mb.cu_seqlens)
+            logits = packed_logits(model, mb.ids, mb.positions, mb.cu_seqlens, shared=mb.shared)
             return logits, partial(loss_fn, mb)
 
         iterators = [iter(micro) for _ in self.chunks]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron_ext.models.attention import PackedAttention, zigzag
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.models.packing import pack
+from megatron_ext.models.packing import SharedTokens, pack
 
 LENGTHS = [17, 5, 29, 1, 28, 16, 2]
 
@@ -56,6 +56,32 @@ def test_packed_equals_the_formula_forward_and_backward(attention: PackedAttenti
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_shared_tokens_enter_once(attention: PackedAttention) -> None:  # invariant 5
+    """Three sequences behind one prefix of 6, the second of them a prefix of the third but for its end, and a fourth
+    alone: output and gradients are those of whole sequences, a shared token's gradient the sum over its places."""
+    distinct = torch.tensor([*range(9), *range(6), 9, 10, *range(6), 9, 11, 12, 13, 14, 15])
+    lengths = [9, 8, 10, 2]
+    place = torch.tensor([distinct.tolist().index(token) for token in range(16)])
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    ours, theirs = inputs(16), inputs(16)
+    out = attention(*ours, packed_seq_params=pack(cu, SharedTokens.of(distinct, place)))
+    want = attention(*(x[distinct] for x in theirs), packed_seq_params=pack(cu))[place]
+    seed = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    out.backward(seed)
+    want.backward(seed)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_shared_tokens_must_cover_the_pack() -> None:
+    cu = torch.tensor([0, 2, 4])
+    with pytest.raises(ValueError, match="do not hold the tokens"):
+        SharedTokens.of(torch.tensor([0, 1, 0, 2]), torch.tensor([0, 2, 3]))
+    with pytest.raises(ValueError, match="cover 3 places, the pack has 4"):
+        pack(cu, SharedTokens.of(torch.tensor([0, 1, 0]), torch.tensor([0, 1])))
+
+
 def test_batched_layout_equals_packed(attention: PackedAttention) -> None:
     n, b = 12, 3
     q, k, v = (x.detach().view(b, n, -1, 16) for x in inputs(n * b))
@@ -87,7 +113,7 @@ def test_the_plan_is_made_once(attention: PackedAttention) -> None:
 def test_wrong_calls_are_refused(attention: PackedAttention) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    with pytest.raises(ValueError, match="cu_seqlens end at 9"):
+    with pytest.raises(ValueError, match="has 9 tokens, the forward 8"):
         attention(*inputs(8), packed_seq_params=pack(torch.tensor([0, 4, 9])))
     with pytest.raises(TypeError, match="pack"):
         attention(*inputs(8), packed_seq_params=PackedSeqParams(qkv_format="thd"))

@@ -82,3 +82,20 @@ def test_without_members_the_microbatch_is_empty_and_typed() -> None:
     for name in ("ids", "positions", "source", "logit_index", "target", "token", "row", "turn"):
         column: torch.Tensor = vars(mb)[name]
         assert column.shape == (0,) and column.dtype == torch.int64
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000))
+def test_sharing_keeps_what_is_predicted_and_from_what(seed: int) -> None:  # invariant 5
+    batch = random_batch(seed)
+    rows = make_rows(batch)
+    twice = np.tile(np.arange(rows.num_rows), 2)  # so that something is shared
+    members = np.random.default_rng(seed).permutation(twice)
+    plain = build_microbatch(batch, rows, members, rows.mask)
+    mb = build_microbatch(batch, rows, members, rows.mask, share_prefixes=True)
+    assert mb.shared is not None and mb.num_tokens <= plain.num_tokens // 2
+    assert torch.equal(mb.ids[mb.shared.distinct], plain.ids)
+    assert torch.equal(mb.positions[mb.shared.distinct], plain.positions)
+    assert torch.equal(mb.shared.distinct[plain.logit_index], mb.logit_index)
+    for name in ("source", "cu_seqlens", "target", "token", "row", "turn"):
+        assert torch.equal(getattr(mb, name), getattr(plain, name))

@@ -93,7 +93,10 @@ def test_the_gradient_is_that_of_the_weighted_sum(
     assert relative(gradients(trainer), written_out(rank, batch, inputs)) <= 1e-6
 
 
-@pytest.mark.parametrize("layout", ["three micro-batches", "one row each", "permuted", "permuted and cut"])
+@pytest.mark.parametrize(
+    "layout",
+    ["three micro-batches", "one row each", "permuted", "permuted and cut", "shared prefixes", "shared and permuted"],
+)
 def test_the_gradient_does_not_depend_on_the_packing(
     rank: ParallelContext, batch: TrajectoryBatch, trainer: Trainer, layout: str
 ) -> None:  # invariant 1
@@ -105,8 +108,17 @@ def test_the_gradient_does_not_depend_on_the_packing(
         "one row each": lambda: [build_microbatch(batch, rows, [row], rows.mask) for row in range(rows.num_rows)],
         "permuted": lambda: micro_of(batch, rows, members=permuted.tolist()),
         "permuted and cut": lambda: micro_of(batch, rows, members=permuted.tolist(), cap=60),
+        "shared prefixes": lambda: [
+            build_microbatch(batch, rows, range(rows.num_rows), rows.mask, share_prefixes=True)
+        ],
+        "shared and permuted": lambda: [
+            build_microbatch(batch, rows, permuted[part].tolist(), rows.mask, share_prefixes=True)
+            for part in (slice(0, 3), slice(3, None))
+        ],
     }[layout]()
-    assert layout == "permuted" or len(micro) >= 3
+    assert layout.endswith("permuted") or layout == "shared prefixes" or len(micro) >= 3
+    if layout.startswith("shared"):
+        assert sum(mb.num_tokens for mb in micro) < sum(len(mb.source) for mb in micro)
     other = make_trainer(rank, temperature=TEMPERATURE)
     parts = other.update(micro, inputs, TWO_TERMS, lr=1e-3)
     assert relative(gradients(other), gradients(trainer)) <= 1e-6
@@ -199,10 +211,12 @@ def test_scores_are_log_probs_and_entropies_at_the_temperature(
     assert (scores.logp[~others] < 0).all() and (scores.entropy[~others] > 0).all()
 
 
-def test_recorded_experts_stand_at_their_tokens(batch: TrajectoryBatch, trainer: Trainer) -> None:
+@pytest.mark.parametrize("share", [False, True])
+def test_recorded_experts_stand_at_their_tokens(batch: TrajectoryBatch, trainer: Trainer, share: bool) -> None:
     """Those of each row run alone; an empty micro-batch adds none, and recording changes no score."""
     rows = rows_of(batch)
-    micro = [*micro_of(batch, rows, cap=60), build_microbatch(batch, rows, [], rows.mask)]
+    parts = np.array_split(np.arange(rows.num_rows), 2)
+    micro = [build_microbatch(batch, rows, part, rows.mask, share_prefixes=share) for part in (*parts, [])]
     scores = trainer.score(micro, batch.num_tokens, record_experts=True)
     plain = trainer.score(micro, batch.num_tokens)
     assert plain.experts is None and np.array_equal(plain.logp, scores.logp)
