@@ -2,47 +2,56 @@
 
 Invariants (``tests/trajectory/test_packing.py`` asserts each):
 
-1. Every row is in exactly one micro-batch, and no micro-batch holds more than ``cap`` tokens.
+1. Every row is in exactly one micro-batch, and no micro-batch holds more than ``cap`` tokens a context-parallel rank.
 2. Every rank has the same number of micro-batches; those of a rank with less work are empty.
 3. The plan depends on its arguments alone.
 4. Rows of one group of rows (a rollout) share a micro-batch when they fit into one together.
 5. A trajectory is in exactly one optimizer step; counts of steps differ by at most one.
 
-The cost of a row of L tokens is L + L^2 / 16384: the linear work of the layers plus causal attention. Ranks run
-micro-batch m together, so a step costs ``sum over m of the slowest rank's cost``; ``PackPlan.lockstep`` is that over a
-perfect split.
+A *rank* here is a data-parallel rank: tensor, pipeline and expert ranks under it see the same micro-batch, and its
+``context`` context-parallel ranks an equal share of every row each. Attention is causal, so a context-parallel rank
+takes one piece from the front and one from the back: each row is padded to a multiple of ``2 * context``.
+
+The cost of a row of L tokens is L + L^2 / ``quadratic_tokens``: the linear work of the layers plus causal attention.
+Ranks run micro-batch m together, so a step costs ``sum over m of the slowest rank's cost``; ``PackPlan.lockstep`` is
+that over a perfect split.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ext.trajectory.record import TrajectoryBatch
 
-QUADRATIC_TOKENS = 16384.0
+QUADRATIC_TOKENS = 16384.0  # row length whose attention costs as much as its layers; a default, models differ
 
 
 class PackingError(ValueError):
     """A set of rows that cannot be packed; the message names the row and the configuration key."""
 
 
-def row_cost(lengths: ArrayLike) -> NDArray[np.float64]:
-    """Cost of rows in token units: L + L^2 / 16384."""
+def row_cost(lengths: ArrayLike, quadratic_tokens: float = QUADRATIC_TOKENS) -> NDArray[np.float64]:
+    """Cost of rows in token units: L + L^2 / ``quadratic_tokens``."""
     length = np.asarray(lengths, dtype=np.float64)
-    return length + length * length / QUADRATIC_TOKENS
+    return length + length * length / quadratic_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class PackPlan:
-    """``microbatches[rank][m]`` are the row indices, int64, that ``rank`` runs as its m-th micro-batch."""
+    """``microbatches[rank][m]`` are the row indices, int64, that ``rank`` runs as its m-th micro-batch; ``tokens`` and
+    ``costs``, int64 and float64 [ranks, micro-batches], are what it holds (padding included) and costs."""
 
     microbatches: tuple[tuple[NDArray[np.int64], ...], ...]
-    lengths: NDArray[np.int64]
-    cap: int
+    tokens: NDArray[np.int64]
+    costs: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        for array in (self.tokens, self.costs, *(rows for rank in self.microbatches for rows in rank)):
+            array.flags.writeable = False
 
     @property
     def num_ranks(self) -> int:
@@ -53,57 +62,98 @@ class PackPlan:
         """Micro-batches of each rank."""
         return len(self.microbatches[0])
 
-    @cached_property
-    def costs(self) -> NDArray[np.float64]:
-        """Cost of each micro-batch, float64 [ranks, micro-batches]."""
-        cost = row_cost(self.lengths)
-        return np.array([[cost[rows].sum() for rows in rank] for rank in self.microbatches])
+    @property
+    def step_cost(self) -> float:
+        """Sum over micro-batches of the slowest rank's cost, token units."""
+        return float(self.costs.max(axis=0).sum())
 
     @property
     def lockstep(self) -> float:
         """Cost of the step over that of a perfect split; 1.0 is perfect (and what an empty plan gives)."""
         ideal = float(self.costs.sum()) / self.num_ranks
-        return float(self.costs.max(axis=0).sum()) / ideal if ideal > 0 else 1.0
+        return self.step_cost / ideal if ideal > 0 else 1.0
 
 
-def pack(lengths: ArrayLike, *, cap: int, ranks: int = 1, groups: ArrayLike | None = None) -> PackPlan:
-    """Packs rows of ``lengths`` int [R] tokens under ``cap`` tokens a micro-batch.
+@dataclass(frozen=True, eq=False)
+class Items:
+    """What is placed as one: ``rows[i]`` row indices; ``tokens`` int64 and ``costs`` float64 [I].
 
-    ``groups`` int [R] names the rollout of each row (None: each row is its own). Raises ``PackingError`` on a row
-    longer than the cap. The fewest micro-batches that the tokens allow are tried first, then one more; the better
-    balanced wins.
+    ``shared``, where items can share tokens, gives for item i the tokens int64 [I] of the prefix that it and each item
+    have in common; a micro-batch holds such tokens once. ``prefix_cost`` is what a prefix of so many tokens costs.
+    """
+
+    rows: list[NDArray[np.int64]]
+    tokens: NDArray[np.int64]
+    costs: NDArray[np.float64]
+    shared: Callable[[int], NDArray[np.int64]] | None = None
+    prefix_cost: Callable[[NDArray[np.int64]], NDArray[np.float64]] = row_cost
+
+
+def pack(
+    lengths: ArrayLike,
+    *,
+    cap: int,
+    ranks: int = 1,
+    groups: ArrayLike | None = None,
+    context: int = 1,
+    quadratic_tokens: float = QUADRATIC_TOKENS,
+) -> PackPlan:
+    """Packs rows of ``lengths`` int [R] tokens under ``cap`` tokens a micro-batch and context-parallel rank.
+
+    ``groups`` int [R] names the rollout of each row (None: each row is its own); ``context`` is the context-parallel
+    size. Raises ``PackingError`` on a row longer than the cap. The fewest micro-batches that the tokens allow are tried
+    first, then one more; the better balanced wins.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    if cap < 1 or ranks < 1 or sizes.ndim != 1:
-        raise PackingError(f"pack needs cap >= 1, ranks >= 1 and lengths [R]; got {cap}, {ranks}, {sizes.shape}")
-    if np.any(sizes > cap):
-        row = int(np.argmax(sizes > cap))
+    if cap < 1 or ranks < 1 or context < 1 or sizes.ndim != 1 or np.any(sizes < 0):
         raise PackingError(
-            f"row {row} has {sizes[row]} tokens, more than batch.tokens_per_microbatch={cap}; raise that key or lower "
-            "model.max_context"
+            f"pack needs cap, ranks and context >= 1 and lengths [R] >= 0; got {cap}, {ranks}, {context}, {sizes.shape}"
         )
-    items = _items(sizes, cap, groups)
-    item_size = np.array([sizes[rows].sum() for rows in items], dtype=np.int64)
-    cost = row_cost(sizes)
-    item_cost = np.array([cost[rows].sum() for rows in items])
-    # One micro-batch even without rows: every rank enters the step's collectives the same number of times.
-    fewest = max(1, -(-int(item_size.sum()) // (cap * ranks)))
-    best: tuple[float, list[list[int]]] | None = None
-    for count in range(fewest, fewest + len(items) + 1):
-        bins = _fill(item_size, item_cost, cap, count * ranks)
+    multiple = 2 * context if context > 1 else 1
+    sizes = -(-sizes // multiple) * multiple
+    check_cap(sizes, cap, context)
+    rows = _whole_rollouts(sizes, cap * context, groups)
+    cost = row_cost(sizes, quadratic_tokens)
+    tokens = np.array([sizes[r].sum() for r in rows], dtype=np.int64)
+    return place(Items(rows, tokens, np.array([cost[r].sum() for r in rows])), cap * context, ranks, int(sizes.sum()))
+
+
+def check_cap(lengths: NDArray[np.int64], cap: int, context: int = 1) -> None:
+    """Raises ``PackingError`` naming the first row that no micro-batch can hold."""
+    over = lengths > cap * context
+    if np.any(over):
+        row = int(np.argmax(over))
+        ranks = f" x context-parallel size {context}" if context > 1 else ""
+        raise PackingError(
+            f"row {row} has {lengths[row]} tokens, more than batch.tokens_per_microbatch={cap}{ranks}; raise that key "
+            "or lower model.max_context"
+        )
+
+
+def place(items: Items, cap: int, ranks: int, total_tokens: int) -> PackPlan:
+    """The better balanced of the two smallest counts of micro-batches that hold ``items``, none over ``cap`` tokens.
+
+    ``total_tokens`` bounds the count from below. One micro-batch even without rows: every rank enters the step's
+    collectives the same number of times.
+    """
+    fewest = max(1, -(-total_tokens // (cap * ranks)))
+    best: PackPlan | None = None
+    for count in range(fewest, fewest + len(items.rows) + 1):
+        bins = _fill(items, cap, count * ranks)
         if bins is None:
             continue
-        total = _lockstep(bins, item_cost, ranks)
-        if best is None or total < best[0] * 0.999:
-            best = (total, bins)
+        plan = _plan(bins, items, ranks)
+        if best is None or plan.step_cost < best.step_cost * 0.999:
+            best = plan
         if count > fewest:
             break
-    assert best is not None  # with a bin for each item every item fits
-    return _plan(best[1], items, item_cost, sizes, cap, ranks)
+    if best is None:  # with a bin for each item every item fits
+        raise PackingError(f"an item of {int(items.tokens.max())} tokens is larger than the cap of {cap}")
+    return best
 
 
-def _items(sizes: NDArray[np.int64], cap: int, groups: ArrayLike | None) -> list[NDArray[np.int64]]:
-    """What is placed as one: a rollout that fits the cap, else its rows in as few parts as first fit finds."""
+def _whole_rollouts(sizes: NDArray[np.int64], cap: int, groups: ArrayLike | None) -> list[NDArray[np.int64]]:
+    """Rows placed as one: a rollout that fits the cap, else its rows in as few parts as first fit finds."""
     if groups is None:
         return [np.array([row], dtype=np.int64) for row in range(len(sizes))]
     keys = np.asarray(groups)
@@ -130,60 +180,74 @@ def _items(sizes: NDArray[np.int64], cap: int, groups: ArrayLike | None) -> list
     return items
 
 
-def _fill(size: NDArray[np.int64], cost: NDArray[np.float64], cap: int, bins: int) -> list[list[int]] | None:
-    """Items into ``bins`` bins under the cap: the dearest first, each to the cheapest bin with room; None if it fails.
+@dataclass(frozen=True, eq=False)
+class _Bins:
+    """``content[b]`` items; ``tokens`` and ``costs`` [B] of each bin."""
+
+    content: list[list[int]]
+    tokens: NDArray[np.int64]
+    costs: NDArray[np.float64]
+
+
+def _fill(items: Items, cap: int, bins: int) -> _Bins | None:
+    """Items into ``bins`` bins under the cap: the largest first, each to the bin that it leaves cheapest; None if that
+    fails.
 
     Cost alone can strand tokens; then best fit by tokens, which packs tighter, is tried.
     """
+    size, cost = items.tokens, items.costs
     order = np.lexsort((np.arange(len(size)), -size))
     for by_cost in (True, False):
-        load, room = np.zeros(bins), np.full(bins, cap, dtype=np.int64)
+        load, held = np.zeros(bins), np.zeros(bins, dtype=np.int64)
         content: list[list[int]] = [[] for _ in range(bins)]
+        # common[b, i]: tokens of item i's prefix that bin b holds already
+        common = None if items.shared is None else np.zeros((bins, len(size)), dtype=np.int64)
         for item in order.tolist():
-            fits = room >= size[item]
-            key = np.where(fits, load if by_cost else room, np.inf)
+            if common is None:
+                after, dearer = held + size[item], load + cost[item]
+            else:
+                after = held + size[item] - common[:, item]
+                dearer = load + cost[item] - items.prefix_cost(common[:, item])
+            key = np.where(after <= cap, dearer if by_cost else -after, np.inf)
             at = int(key.argmin())
-            if not fits[at]:
+            if after[at] > cap:
                 break
             content[at].append(item)
-            load[at] += cost[item]
-            room[at] -= size[item]
+            held[at], load[at] = after[at], dearer[at]
+            if common is not None and items.shared is not None:
+                np.maximum(common[at], items.shared(item), out=common[at])
         else:
-            return content
+            return _Bins(content, held, load)
     return None
 
 
-def _bin_costs(bins: list[list[int]], cost: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.array([cost[content].sum() if content else 0.0 for content in bins])
-
-
-def _lockstep(bins: list[list[int]], cost: NDArray[np.float64], ranks: int) -> float:
-    """Sum over micro-batches of the dearest bin, when bins of similar cost run together."""
-    return float(np.sort(_bin_costs(bins, cost))[::-1][::ranks].sum())
-
-
-def _plan(
-    bins: list[list[int]],
-    items: list[NDArray[np.int64]],
-    cost: NDArray[np.float64],
-    sizes: NDArray[np.int64],
-    cap: int,
-    ranks: int,
-) -> PackPlan:
+def _plan(bins: _Bins, items: Items, ranks: int) -> PackPlan:
     """Bins of similar cost become the same micro-batch of different ranks, dearest first; ranks alternate direction, so
     that their totals even out."""
-    order = np.argsort(-_bin_costs(bins, cost), kind="stable")
-    table: list[list[NDArray[np.int64]]] = [[] for _ in range(ranks)]
-    for m, start in enumerate(range(0, len(order), ranks)):
-        together = order[start : start + ranks].tolist()
-        for rank, at in enumerate(together if m % 2 == 0 else reversed(together)):
-            rows = [items[item] for item in bins[at]]
-            table[rank].append(np.sort(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64))
-    return PackPlan(tuple(tuple(rank) for rank in table), sizes, cap)
+    order = np.argsort(-bins.costs, kind="stable").reshape(-1, ranks)
+    order[1::2] = order[1::2, ::-1]
+    table = [
+        tuple(
+            np.sort(np.concatenate([np.empty(0, dtype=np.int64), *(items.rows[item] for item in bins.content[at])]))
+            for at in column
+        )
+        for column in order.T.tolist()
+    ]
+    return PackPlan(tuple(table), bins.tokens[order.T], bins.costs[order.T])
 
 
 def split_optimizer_steps(batch: TrajectoryBatch, steps: int, seed: int) -> list[NDArray[np.int64]]:
-    """Trajectory indices of each of ``steps`` optimizer steps, each sorted.
+    """``deal_trajectories`` of a batch that is whole here."""
+    prefix = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
+    offsets = batch.trajectory_tokens()
+    return deal_trajectories(np.diff(offsets), np.diff(prefix[offsets]) > 0, steps, seed)
+
+
+def deal_trajectories(
+    tokens: NDArray[np.int64], trained: NDArray[np.bool_], steps: int, seed: int
+) -> list[NDArray[np.int64]]:
+    """Trajectory indices of each of ``steps`` optimizer steps, each sorted, from every trajectory's ``tokens`` [J] and
+    whether any of them are ``trained`` [J]: metadata, so that ranks that hold parts of a batch deal alike.
 
     Trajectories are ranked by tokens with some noise from ``seed`` and dealt out in rounds of ``steps``, the longest of
     a round to the step with the fewest tokens so far: random composition, even counts and even tokens. Trajectories
@@ -191,11 +255,8 @@ def split_optimizer_steps(batch: TrajectoryBatch, steps: int, seed: int) -> list
     """
     if steps < 1:
         raise PackingError(f"batch.optimizer_steps_per_batch must be >= 1, got {steps}")
-    tokens = np.diff(batch.trajectory_tokens())
-    prefix = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
-    trained = np.diff(prefix[batch.trajectory_tokens()]) > 0
     if steps == 1:
-        return [np.arange(batch.num_trajectories, dtype=np.int64)]
+        return [np.arange(len(tokens), dtype=np.int64)]
     count = int(np.count_nonzero(trained))
     if count < steps:
         raise PackingError(

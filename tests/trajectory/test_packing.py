@@ -14,14 +14,19 @@ from megatron_ext.trajectory.packing import PackingError, PackPlan, pack, row_co
 from megatron_ext.trajectory.record import TrajectoryBatch
 
 
-def check(plan: PackPlan, lengths: list[int], cap: int, ranks: int) -> None:
+def check(plan: PackPlan, lengths: list[int], cap: int, ranks: int, context: int = 1) -> None:
+    """Invariants 1 and 2, and the plan's own figures, counted again from the rows alone."""
+    multiple = 2 * context if context > 1 else 1
+    padded = -(-np.array(lengths, dtype=np.int64) // multiple) * multiple
     assert len(plan.microbatches) == ranks
     assert {len(rank) for rank in plan.microbatches} == {plan.num_microbatches}
     rows = np.concatenate([rows for rank in plan.microbatches for rows in rank])
     assert sorted(rows.tolist()) == list(range(len(lengths)))
-    for rank in plan.microbatches:
-        for members in rank:
-            assert sum(lengths[r] for r in members.tolist()) <= cap
+    for r, rank in enumerate(plan.microbatches):
+        for m, members in enumerate(rank):
+            assert plan.tokens[r, m] == padded[members].sum() <= cap * context
+            assert plan.tokens[r, m] % context == 0
+            assert np.isclose(plan.costs[r, m], row_cost(padded[members]).sum())
 
 
 def same(a: PackPlan, b: PackPlan) -> bool:
@@ -47,6 +52,36 @@ def test_any_rows_are_packed(lengths: list[int], cap: int, ranks: int, keys: int
             assert len(places) == 1
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 80), max_size=40), st.integers(44, 90), st.integers(1, 3), st.integers(2, 4))
+def test_context_parallel_ranks_hold_equal_shares(lengths: list[int], cap: int, ranks: int, context: int) -> None:
+    """A row longer than one rank's cap fits when its ranks together hold it, padded to two pieces a rank."""
+    check(pack(lengths, cap=cap, ranks=ranks, context=context), lengths, cap, ranks, context)
+
+
+def test_padding_of_context_parallelism_counts() -> None:
+    plan = pack([7, 8, 9], cap=8, context=2)
+    assert plan.tokens.tolist() == [[16, 12]]  # 8 + 8 and 12, of 16 that the two ranks hold together
+    with pytest.raises(PackingError, match=r"row 1 has 20 tokens.*=8 x context-parallel size 2"):
+        pack([1, 17], cap=8, context=2)
+
+
+def test_the_cost_model_is_an_argument() -> None:
+    """Where attention costs nothing, four short rows weigh as much as one long row; else the long row stands alone."""
+    lengths = [400, 100, 100, 100, 100, 200, 200]
+    linear = pack(lengths, cap=800, ranks=2, quadratic_tokens=1e12)
+    assert linear.lockstep == pytest.approx(1.0) and linear.tokens.tolist() == [[600], [600]]
+    quadratic = pack(lengths, cap=800, ranks=2, quadratic_tokens=100.0)
+    assert quadratic.microbatches[0][0].tolist() == [0] and quadratic.tokens.tolist() == [[400], [800]]
+
+
+def test_the_plan_cannot_be_written() -> None:
+    plan = pack([1, 2], cap=4)
+    for array in (plan.tokens, plan.costs, plan.microbatches[0][0]):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+
+
 def test_short_ranks_get_empty_microbatches() -> None:
     plan = pack([10], cap=10, ranks=4)
     assert plan.num_microbatches == 1 and [len(rank[0]) for rank in plan.microbatches].count(1) == 1
@@ -60,6 +95,11 @@ def test_a_row_over_the_cap_is_named() -> None:
         pack([1, 33], cap=32)
     with pytest.raises(PackingError, match="groups has shape"):
         pack([1, 2], cap=32, groups=[0])
+    for bad in ({"cap": 0}, {"cap": 4, "ranks": 0}, {"cap": 4, "context": 0}):
+        with pytest.raises(PackingError, match="pack needs cap, ranks and context"):
+            pack([1], **bad)
+    with pytest.raises(PackingError, match="pack needs cap"):
+        pack([3, -1], cap=4)
 
 
 def test_tight_caps_take_no_more_microbatches_than_needed() -> None:
@@ -93,6 +133,7 @@ def test_balance_on_the_reference_workload() -> None:
 def test_whole_trajectories_are_split_into_even_steps(
     random_batch: Callable[..., TrajectoryBatch], seed: int, steps: int
 ) -> None:
+    """ROLL 409: a trajectory takes part in one optimizer step, however many rows it has."""
     batch = random_batch(seed, groups=4, samples=6)
     parts = split_optimizer_steps(batch, steps, seed)
     assert sorted(np.concatenate(parts).tolist()) == list(range(batch.num_trajectories))
