@@ -9,6 +9,8 @@ Invariants (``tests/trajectory/test_builder.py`` asserts each):
 5. Tokens repeated by ``rewrite`` are context: mask 0, turn -1.
 6. ``routed`` rows stand at their position in the segment, prompt tokens included; the first row given for a position
    stays, because that forward is the one that sampled the token after it.
+7. Segments of one session may grow in turns (``reopen``), as the calls of parallel agents come: turn numbers follow the
+   order of adding, the layout keeps every segment together.
 
 A turn is named by the number it got when it was added (its ``turn_number``), a session by the order of opening.
 """
@@ -93,7 +95,13 @@ class _Session:
     kind: SessionKind
     parent: int
     segments: list[_Segment] = new(default_factory=lambda: [_Segment()])
+    current: int = 0
     returned_in: int = -1
+
+    @property
+    def segment(self) -> _Segment:
+        """The one that is added to."""
+        return self.segments[self.current]
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ class TrajectoryBuilder:
     # -- reading ---------------------------------------------------------------------------------------------------
     def prompt_ids(self, session: int) -> NDArray[np.int32]:
         """int32 [P]: all ids of the session's current segment. A read-only view, free to ask for every turn."""
-        return self._session(session).segments[-1].ids()
+        return self._session(session).segment.ids()
 
     @property
     def num_tokens(self) -> int:
@@ -156,8 +164,7 @@ class TrajectoryBuilder:
 
     def add_context(self, session: int, ids: ArrayLike) -> None:
         """Tokens that belong to no turn: begin-of-text, generation prompt, template closers, repeated history."""
-        self._check_open()
-        self._session(session).segments[-1].append(self._as_ids(ids))
+        self._current(session).append(self._as_ids(ids))
 
     def add_message(self, session: int, role: Role, ids: ArrayLike, *, state_key: int = 0) -> int:
         """A turn that the model did not write. Returns the turn's number."""
@@ -219,10 +226,27 @@ class TrajectoryBuilder:
             last.action_key = action_key
         return last.number
 
-    def rewrite(self, session: int) -> None:
-        """Starts a new segment: the history will be told anew, through ``add_context``."""
-        self._current(session)
-        self._session(session).segments.append(_Segment())
+    def add_routed(self, session: int, routed: Array, routed_from: int) -> None:
+        """Experts [m, L, k] of the segment's tokens ``routed_from .. routed_from + m``, which stand there already.
+        Where a row was given before, that one stays."""
+        self._add_routed(f"{self._name()}, session {session}", self._current(session), routed, routed_from, 0)
+
+    def rewrite(self, session: int) -> int:
+        """Starts a new segment: the history will be told anew, through ``add_context``. Returns its number within the
+        session."""
+        self._check_open()
+        opened = self._session(session)
+        opened.segments.append(_Segment())
+        opened.current = len(opened.segments) - 1
+        return opened.current
+
+    def reopen(self, session: int, segment: int) -> None:
+        """Makes an earlier segment of the session the one that is added to."""
+        self._check_open()
+        opened = self._session(session)
+        if not 0 <= segment < len(opened.segments):
+            raise RecordError(f"{self._name()}, session {session}: segment {segment} of {len(opened.segments)}")
+        opened.current = segment
 
     def set_turn_reward(self, turn: int, reward: float) -> None:
         if not math.isfinite(reward):
@@ -349,7 +373,7 @@ class TrajectoryBuilder:
 
     def _current(self, session: int) -> _Segment:
         self._check_open()
-        return self._session(session).segments[-1]
+        return self._session(session).segment
 
     def _turn(self, turn: int) -> _Turn:
         self._check_open()
@@ -390,20 +414,25 @@ class TrajectoryBuilder:
         for name, given in (("logp", values), ("versions", stamps), ("field", parts)):
             if given.shape != array.shape:
                 raise RecordError(f"{where}: {name} has shape {given.shape}, ids {array.shape}")
-        after = segment.size + len(array)
         if routed is not None:
             if routed_from is None:
                 raise RecordError(f"{where}: routed is given without routed_from, its first token position")
-            if routed.ndim != 3 or routed.dtype.kind != "u":
-                raise RecordError(f"{where}: routed is {routed.dtype} {routed.shape}, expected unsigned [m, L, k]")
-            if routed_from < 0 or routed_from + len(routed) > after:
-                raise RecordError(
-                    f"{where}: routed covers tokens {routed_from}..{routed_from + len(routed)}, the segment has {after}"
-                )
-            segment.routed.append((routed_from, routed.copy()))
+            self._add_routed(where, segment, routed, routed_from, len(array))
         start = segment.append(array)
         segment.pieces.append(_Piece(start, values, stamps, parts, turn.trained))
-        turn.end = after
+        turn.end = segment.size
+
+    @staticmethod
+    def _add_routed(where: str, segment: _Segment, routed: Array, routed_from: int, coming: int) -> None:
+        """Checks and keeps rows for a segment that is about to grow by ``coming`` tokens."""
+        after = segment.size + coming
+        if routed.ndim != 3 or routed.dtype.kind != "u":
+            raise RecordError(f"{where}: routed is {routed.dtype} {routed.shape}, expected unsigned [m, L, k]")
+        if routed_from < 0 or routed_from + len(routed) > after:
+            raise RecordError(
+                f"{where}: routed covers tokens {routed_from}..{routed_from + len(routed)}, the segment has {after}"
+            )
+        segment.routed.append((routed_from, routed.copy()))
 
 
 def _place_routed(segments: Sequence[_Segment], bases: Array, total: int) -> tuple[Array | None, Array | None]:

@@ -151,6 +151,33 @@ def test_rewrite_starts_a_segment_whose_repeats_are_context() -> None:
     assert batch.turn.tolist() == [-1, -1, 0, -1, -1, 1]
 
 
+def test_segments_of_a_session_grow_in_turns_and_keep_their_own_routing() -> None:
+    b = TrajectoryBuilder("t9", 0, "h")
+    s = b.open_session()
+    b.add_context(s, [1, 2])
+    b.add_model_turn(s, [3], [-1.0], versions(1))  # turn 0
+    assert b.rewrite(s) == 1
+    b.add_context(s, [1, 4])
+    rows = np.arange(2, dtype=np.uint8).reshape(2, 1, 1)
+    b.add_routed(s, rows + 5, 0)
+    b.add_model_turn(s, [5], [-1.0], versions(1), routed=rows, routed_from=0)  # turn 1; its rows come second
+    b.reopen(s, 0)
+    assert b.prompt_ids(s).tolist() == [1, 2, 3]
+    b.add_message(s, Role.TOOL, [6])  # turn 2
+    b.add_context(s, [7])
+    b.add_model_turn(s, [8], [-1.0], versions(1))  # turn 3
+    with pytest.raises(RecordError, match="t9.*session 0: segment 2 of 2"):
+        b.reopen(s, 2)
+    with pytest.raises(RecordError, match="t9.*covers tokens 5..7, the segment has 6"):
+        b.add_routed(s, rows, 5)
+    batch = b.finish(0, {}, False, Status.DONE).batch
+    assert batch.ids.tolist() == [1, 2, 3, 6, 7, 8, 1, 4, 5] and batch.segment_tokens.tolist() == [0, 6, 9]
+    assert batch.turn_number.tolist() == [0, 2, 3, 1]
+    assert batch.routed is not None and batch.routed_valid is not None
+    assert batch.routed_valid.tolist() == [False] * 6 + [True, True, False]
+    assert batch.routed[6:8, 0, 0].tolist() == [5, 6]
+
+
 def test_sessions_are_laid_out_one_after_another_and_know_their_parent_and_return() -> None:
     b = TrajectoryBuilder("t", 0, "h")
     main = b.open_session()
