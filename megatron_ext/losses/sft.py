@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.losses.protocol import LossInputs, LossOutput
+from megatron_ext.losses.protocol import Granularity, LossInputs, LossOutput
 from megatron_ext.losses.ratio import active, token_mean, weighted_sum
 
 
@@ -24,6 +24,10 @@ class NegativeLogLikelihood:
     @property
     def needs_entropy(self) -> bool:
         return False
+
+    @property
+    def unit(self) -> Granularity:
+        return Granularity.TOKEN
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         on = active(inputs)

@@ -95,13 +95,21 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/optimizer_steps", COUNT, "optimizer steps taken so far"),
     Metric("train/nan_steps", COUNT, "optimizer steps skipped because loss or gradient was not finite", LOWER),
     # Policy.
-    Metric("policy/ratio_mean", "ratio", "current over old probability of the trained tokens, mean"),
-    Metric("policy/clip_fraction_low", SHARE, "tokens held by the lower bound of the ratio"),
-    Metric("policy/clip_fraction_high", SHARE, "tokens held by the upper bound of the ratio"),
+    Metric(
+        "policy/ratio_mean", "ratio", "the loss's probability ratio (current over old or rollout), mean over tokens"
+    ),
+    Metric("policy/clip_fraction_low", SHARE, "tokens held or masked by the lower bound of the ratio"),
+    Metric("policy/clip_fraction_high", SHARE, "tokens held or masked by the upper bound of the ratio"),
     Metric("policy/clip_fraction_dual", SHARE, "tokens held by the dual clip"),
+    Metric("policy/stopped_positive", SHARE, "tokens of positive advantage whose gradient a bound or mask removed"),
+    Metric("policy/stopped_negative", SHARE, "tokens of negative advantage whose gradient a bound or mask removed"),
+    Metric("policy/target_clipped", SHARE, "tokens whose step's posterior target was clipped"),
+    Metric("policy/target_gap", "probability", "distance of the step's posterior from its target, mean", LOWER),
+    Metric("policy/past_target", SHARE, "tokens whose step's posterior has gone past its target"),
     Metric("policy/log_ratio_clamped", SHARE, "tokens whose log-ratio was clamped before the exponent", LOWER),
     Metric("policy/kl_old", NATS, "divergence of the old policy from the current one (k3)"),
     Metric("policy/kl_ref", NATS, "divergence of the current policy from the reference"),
+    Metric("policy/kl_ref_clamped", SHARE, "tokens whose log-ratio to the reference was clamped", LOWER),
     Metric("policy/entropy", NATS, "full-vocabulary entropy of the trained tokens"),
     Metric("policy/nll", NATS, "negative log-likelihood of a trained token", LOWER),
     # Credit.
@@ -117,6 +125,18 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "offpolicy/logp_diff_max", NATS, "absolute log-prob difference between training and rollout, maximum", LOWER
     ),
+    Metric(
+        "offpolicy/kl_rollout", NATS, "divergence of the sampling policy from the training engine's old one (k3)", LOWER
+    ),
+    Metric("offpolicy/ess", SHARE, "effective sample size of the trained tokens under old over rollout ratios", HIGHER),
+    Metric("offpolicy/ratio_p<k>", "ratio", "percentile of the old over rollout ratio of the trained tokens"),
+    Metric("offpolicy/ratio_clamped", SHARE, "tokens whose old over rollout log-ratio left the histogram", LOWER),
+    Metric("offpolicy/correction_mean", "ratio", "weight of the rollout correction, mean over tokens"),
+    Metric("offpolicy/correction_low", SHARE, "tokens whose old over rollout ratio is below the correction's interval"),
+    Metric(
+        "offpolicy/correction_high", SHARE, "tokens whose old over rollout ratio is above the correction's interval"
+    ),
+    Metric("offpolicy/correction_clamped", SHARE, "tokens whose log-ratio the correction clamped", LOWER),
     Metric("offpolicy/lag_mean", "steps", "optimizer steps between sampling and training a token, mean", LOWER),
     Metric("offpolicy/lag_max", "steps", "optimizer steps between sampling and training a token, maximum", LOWER),
     Metric("offpolicy/routing_flips", SHARE, "expert choices that differ between training and rollout", LOWER),

@@ -1,26 +1,39 @@
-"""Metrics of one step from what the phases returned. Names are those of ``megatron_ext.tracking.names``."""
+"""Metrics of one step from what the phases returned. Names are those of ``megatron_ext.tracking.names``.
+
+Invariants (``tests/training/test_step_metrics.py``):
+
+1. Metrics are of the step over all ranks, and the same on every rank but for speeds and durations, which are a rank's
+   own: data-parallel ranks that hold parts of the batch get what one rank with all of it would.
+2. One gathering of sums for rewards, one for the update, on every rank.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_ext.losses.diagnostics import lag_stats, train_rollout_difference
-from megatron_ext.moe.load import load_metrics, routing_flips
+from megatron_ext.losses.diagnostics import MeanMax, RatioStats, lag_stats, ratio_stats, train_rollout_difference
+from megatron_ext.moe.load import expert_counts, load_metrics, routing_flips
 from megatron_ext.rollout.agreement import CONSTANT, UNTRAINABLE
 from megatron_ext.training.collect import StepGroups
 from megatron_ext.training.phases import Phases
-from megatron_ext.training.trainer import TokenScores, UpdateResult
+from megatron_ext.training.ranks import Gather, alone
+from megatron_ext.training.scores import TokenScores
+from megatron_ext.training.trainer import UpdateResult
 from megatron_ext.trajectory.record import Status, TrajectoryBatch
 from megatron_ext.trajectory.rows import Rows
 
 
-def rollout_metrics(groups: StepGroups, seconds: float) -> dict[str, float]:
+def rollout_metrics(groups: StepGroups, seconds: float, gather: Gather = alone) -> dict[str, float]:
     """Everything the rollout phase says, over all groups that were looked at (filtered ones included).
 
     What the driver counted, and the speed, are over the groups of this process: those that finished before a resume
-    come without the driver's counts and took none of these ``seconds``.
+    come without the driver's counts and took none of these ``seconds``. Only rank 0 has them.
     """
     metas = groups.metas
     rewards = np.array([r for m in metas for r in m.rewards], dtype=np.float64)
@@ -74,9 +87,80 @@ def rollout_metrics(groups: StepGroups, seconds: float) -> dict[str, float]:
             "reward/success": float(success[counted].mean()),
         }
     if groups.batch is not None:
-        for name, part in groups.batch.reward_parts.items():
-            metrics[f"reward/part/{name}"] = float(part[groups.batch.trainable()].mean())
+        metrics |= _reward_parts(groups.batch, gather)
     return metrics
+
+
+def _reward_parts(batch: TrajectoryBatch, gather: Gather) -> dict[str, float]:
+    """Means over the step's trainable trajectories."""
+    counted = batch.trainable()
+    own = {name: float(part[counted].sum(dtype=np.float64)) for name, part in batch.reward_parts.items()}
+    everybody = gather((own, int(counted.sum())))
+    names = {name: None for sums, _ in everybody for name in sums}
+    number = sum(count for _, count in everybody)
+    return {
+        f"reward/part/{name}": sum(sums.get(name, 0.0) for sums, _ in everybody) / max(number, 1) for name in names
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """What a rank's part of the batch adds to the metrics of an update. ``experts`` [L, E] counts choices."""
+
+    difference: MeanMax
+    ratio: RatioStats
+    lag: MeanMax
+    tokens: int
+    trained: int
+    rows: int
+    rollout_logp: float
+    experts: NDArray[np.int64] | None
+    flips: int
+    compared: int
+
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(
+            self.difference + other.difference,
+            self.ratio + other.ratio,
+            self.lag + other.lag,
+            self.tokens + other.tokens,
+            self.trained + other.trained,
+            self.rows + other.rows,
+            self.rollout_logp + other.rollout_logp,
+            None if self.experts is None or other.experts is None else self.experts + other.experts,
+            self.flips + other.flips,
+            self.compared + other.compared,
+        )
+
+
+def _sums(
+    batch: TrajectoryBatch,
+    rows: Rows,
+    scores: TokenScores,
+    version: int,
+    num_experts: int,
+    resumed: Mapping[int, int],
+) -> _Sums:
+    mask = batch.loss_mask
+    experts, flips, compared = None, 0, 0
+    if scores.experts is not None and scores.routed is not None:
+        experts = expert_counts(scores.experts[scores.routed], num_experts)
+        if batch.routed is not None and batch.routed_valid is not None:
+            both = scores.routed & batch.routed_valid
+            flips = int(routing_flips(scores.experts[both], batch.routed[both]).sum())
+            compared = int(both.sum())
+    return _Sums(
+        difference=train_rollout_difference(scores.logp, batch.rollout_logp, mask),
+        ratio=ratio_stats(scores.logp, batch.rollout_logp, mask),
+        lag=lag_stats(batch.version, mask, version, resumed),
+        tokens=len(rows.token),
+        trained=int(mask.sum()),
+        rows=rows.num_rows,
+        rollout_logp=float(batch.rollout_logp[mask].sum(dtype=np.float64)),
+        experts=experts,
+        flips=flips,
+        compared=compared,
+    )
 
 
 def update_metrics(
@@ -88,38 +172,36 @@ def update_metrics(
     clock: Phases,
     num_experts: int,
     resumed: Mapping[int, int],
+    gather: Gather = alone,
 ) -> dict[str, float]:
     """Loss, gradient norm and policy metrics (means over the optimizer steps that were applied), drift and staleness.
 
-    ``version`` is the policy version of the weights that opened the batch: lag counts from there.
+    ``batch``, ``rows`` and ``scores`` are this rank's part. ``version`` is the policy version of the weights that opened
+    the batch: lag counts from there.
     """
     applied = [r for r in results if r.applied]  # what a skipped step measured may be NaN, and trained nothing
     names = sorted({name for r in applied for name in r.metrics})
     metrics = {name: float(np.mean([r.metrics[name] for r in applied if name in r.metrics])) for name in names}
-    mask = batch.loss_mask
-    difference = train_rollout_difference(scores.logp, batch.rollout_logp, mask)
-    lag = lag_stats(batch.version, mask, version, resumed)
+    sums = reduce(add, gather(_sums(batch, rows, scores, version, num_experts, resumed)))
     seconds = clock.seconds("update")
     metrics |= {
         "train/lr": results[-1].lr,
         "train/nan_steps": float(len(results) - len(applied)),
-        "train/tokens": float(len(rows.token)),
-        "train/trained_tokens": float(mask.sum()),
-        "train/rows": float(rows.num_rows),
-        "train/tokens_per_s": len(rows.token) / max(seconds, 1e-9),
-        "rollout/entropy": float(-batch.rollout_logp[mask].mean()),
-        "offpolicy/logp_diff_mean": difference.mean,
-        "offpolicy/logp_diff_max": difference.maximum,
-        "offpolicy/lag_mean": lag.mean,
-        "offpolicy/lag_max": lag.maximum,
+        "train/tokens": float(sums.tokens),
+        "train/trained_tokens": float(sums.trained),
+        "train/rows": float(sums.rows),
+        "train/tokens_per_s": sums.tokens / max(seconds, 1e-9),
+        "rollout/entropy": -sums.rollout_logp / max(sums.trained, 1),
+        "offpolicy/logp_diff_mean": sums.difference.mean,
+        "offpolicy/logp_diff_max": sums.difference.maximum,
+        **sums.ratio.metrics(),
+        "offpolicy/lag_mean": sums.lag.mean,
+        "offpolicy/lag_max": sums.lag.maximum,
     }
-    if scores.experts is not None and scores.routed is not None:
-        metrics |= load_metrics(scores.experts[scores.routed], num_experts)
-        if batch.routed is not None and batch.routed_valid is not None:
-            both = scores.routed & batch.routed_valid
-            metrics["offpolicy/routing_flips"] = float(
-                routing_flips(scores.experts[both], batch.routed[both]).mean() if both.any() else 0.0
-            )
+    if sums.experts is not None:
+        metrics |= load_metrics(sums.experts)
+        if batch.routed is not None:
+            metrics["offpolicy/routing_flips"] = sums.flips / max(sums.compared, 1)
     if applied:
         metrics |= {
             "train/loss": float(np.mean([r.loss for r in applied])),
