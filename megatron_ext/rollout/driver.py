@@ -28,6 +28,7 @@ from megatron_ext.rollout.engine import GenerateRequest, GenerationClient
 from megatron_ext.rollout.episode import EpisodeLimits, EpisodeRun, Sampling, sampling_seed
 from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.trajectory.builder import build_group
+from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.store import TrajectoryStore
 from megatron_ext.trajectory.task import Task
 
@@ -71,6 +72,11 @@ class _Group:
     runs: dict[int, EpisodeRun]
     done: int = 0
 
+    def batch(self) -> TrajectoryBatch:
+        """The finished trajectories, by sample."""
+        finished = [self.runs[i].finished for i in range(self.order.samples)]
+        return build_group(self.order.group_id, self.order.task.task_id, [f for f in finished if f is not None])
+
 
 class Driver:
     """Runs orders. ``step`` does a little work and returns the groups that finished, within about ``timeout``."""
@@ -98,6 +104,7 @@ class Driver:
         self._runs: dict[str, tuple[str, EpisodeRun]] = {}
         self._calls: dict[str, str] = {}  # request id -> episode id
         self._tools: dict[str, tuple[ToolSpec, ...]] = {}
+        self._ended: list[str] = []  # episodes whose cache the engine may drop
         self._last_token = time.monotonic()
 
     @property
@@ -117,7 +124,7 @@ class Driver:
         if not replies and not results:
             wait([*self._client.handles(), *self._pool.handles()], timeout)
             replies, results = self._pool.poll(0.0), self._client.poll(0.0)
-        done: list[GroupDone] = []
+        done: list[_Group] = []
         requests: list[GenerateRequest] = []
         for reply in replies:
             group_id, run = self._runs[reply.episode_id]
@@ -142,12 +149,15 @@ class Driver:
                 self._last_token = time.monotonic()
             self._calls |= {r.request_id: r.session_id for r in requests}
             self._client.submit(requests)
+        if self._ended:
+            self._client.end_sessions(self._ended)
+            self._ended = []
         if self._calls and time.monotonic() - self._last_token > self._engine_deadline_s:
             raise DriverError(
                 f"engine answered none of {len(self._calls)} requests for {self._engine_deadline_s:.0f} s "
                 f"(first: {next(iter(self._calls))})"
             )
-        return done
+        return self._finished(done)
 
     def _admit(self) -> None:
         while self._queue and len(self._runs) < self._concurrency:
@@ -178,7 +188,7 @@ class Driver:
         run: EpisodeRun,
         request: GenerateRequest | None,
         requests: list[GenerateRequest],
-        done: list[GroupDone],
+        done: list[_Group],
     ) -> None:
         """Queues the next call of an episode, or closes it and, with its last episode, its group."""
         if request is not None:
@@ -188,23 +198,29 @@ class Driver:
             raise DriverError(f"episode {run.episode_id!r} stopped without a result")
         del self._runs[run.episode_id]
         self._pool.release(run.episode_id)
-        self._client.end_sessions([run.episode_id])
+        self._ended.append(run.episode_id)
         group = self._groups[group_id]
         group.done += 1
         if group.done < group.order.samples:
             return
-        del self._groups[group_id]
+        done.append(self._groups.pop(group_id))
+
+    def _finished(self, groups: Sequence[_Group]) -> list[GroupDone]:
+        """The answers to orders whose episodes are over. Groups that end together are made durable together."""
+        if not groups:
+            return []
+        batches = [group.batch() for group in groups]
+        kept = [index for index, group in enumerate(groups) if group.order.store]
+        refs = dict(zip(kept, self._store.write_many([batches[index] for index in kept]), strict=True))
+        return [self._answer(group, batches[index], str(refs.get(index, ""))) for index, group in enumerate(groups)]
+
+    def _answer(self, group: _Group, batch: TrajectoryBatch, ref: str) -> GroupDone:
         runs = [group.runs[i] for i in range(group.order.samples)]
-        finished = [r.finished for r in runs if r.finished is not None]
-        batch = build_group(group_id, group.order.task.task_id, finished)
-        where = str(self._store.write(batch)) if group.order.store else ""
-        done.append(
-            GroupDone(
-                lease_id=group.order.lease_id,
-                meta=GroupMeta.from_batch(batch, where),
-                malformed=sum(r.counts.malformed for r in runs),
-                invalid_actions=sum(r.counts.invalid_actions for r in runs),
-                problems=tuple(p for r in runs for p in (r.counts.env_problem, r.counts.reward_problem) if p),
-                seconds=time.monotonic() - group.started,
-            )
+        return GroupDone(
+            lease_id=group.order.lease_id,
+            meta=GroupMeta.from_batch(batch, ref),
+            malformed=sum(r.counts.malformed for r in runs),
+            invalid_actions=sum(r.counts.invalid_actions for r in runs),
+            problems=tuple(p for r in runs for p in (r.counts.env_problem, r.counts.reward_problem) if p),
+            seconds=time.monotonic() - group.started,
         )

@@ -2,14 +2,18 @@
 
 Invariants (checked on construction; ``tests/trajectory/test_record.py`` asserts each):
 
-1. Every level is a partition of the one below it: offsets start at 0, never fall, and end at its size.
-2. A turn is one contiguous span of tokens inside one segment; ``turn[t]`` is its index, or -1 off turn.
+1. Every level is a partition of the one below it: offsets start at 0, never fall, and end at its size. A session's
+   parent is an earlier session of its trajectory, and what it returned is a span of that parent's tokens.
+2. A turn is one contiguous span of tokens inside one segment; ``turn[t]`` is its index, or -1 off turn. Its number is
+   unique in the trajectory and rises within a segment.
 3. ``loss_mask[t]`` implies that token t was sampled (``version[t] >= 0``) in a turn whose role is ``MODEL``.
 4. Versions never fall inside a turn (a partial rollout may resume under newer weights, never under older ones).
 5. ``rollout_logp`` is finite and <= 0 where a token was sampled, and exactly 0 elsewhere.
-6. ``routed[t]`` belongs to the forward of token t and is read only where ``routed_valid[t]``.
+6. ``routed[t]`` belongs to the forward of token t and is read only where ``routed_valid[t]``; both or neither are
+   given.
 7. Ids that were sampled are the ids that are trained: nothing here re-tokenises.
-8. A frozen batch never changes: its arrays are read-only.
+8. A frozen batch never changes: its arrays are read-only. A value that its column cannot hold exactly is refused, not
+   cut to fit (floats are rounded to float32).
 
 A session that is rewritten or forked starts a new segment. Tokens that the new segment repeats from an older one
 carry mask 0 and turn -1: a model token belongs to exactly one turn.
@@ -20,78 +24,47 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_ext.trajectory.version import UNSAMPLED
+from megatron_ext.trajectory.fields import (
+    ARRAY_FIELDS,
+    DTYPES,
+    MAP_DTYPES,
+    OFFSETS,
+    TOKEN_DTYPES,
+    TRAJECTORY_DTYPES,
+    TUPLE_FIELDS,
+    TURN_DTYPES,
+    Array,
+    Field,
+    RecordError,
+    Role,
+    SessionKind,
+    Status,
+    frozen,
+)
+from megatron_ext.trajectory.validation import validate
 
-Array = NDArray[Any]
-
-
-class RecordError(ValueError):
-    """A batch that breaks an invariant; the message names trajectory, session and position."""
-
-
-class Role(IntEnum):
-    SYSTEM = 0
-    USER = 1
-    TOOL = 2
-    MODEL = 3
-
-
-class SessionKind(IntEnum):
-    NORMAL = 0
-    COMPRESS = 1
-    SUBAGENT = 2
-
-
-class Field(IntEnum):
-    """What a token is part of; methods that weigh thinking and tool use apart read this."""
-
-    OTHER = 0
-    THINKING = 1
-    TOOL_USE = 2
-    TEXT = 3
-
-
-class Status(IntEnum):
-    """How a trajectory ended. Everything from ``ENV_ERROR`` on is masked and counted, never punished."""
-
-    DONE = 0
-    MAX_TURNS = 1
-    MAX_CONTEXT = 2
-    ENV_ERROR = 3
-    ENV_DEADLINE = 4
-    REWARD_INVALID = 5
-    ABORTED = 6
-
-    @property
-    def trainable(self) -> bool:
-        return self < Status.ENV_ERROR
-
-
-TOKEN_DTYPES: dict[str, Any] = {
-    "ids": np.int32,
-    "loss_mask": np.bool_,
-    "turn": np.int32,
-    "field": np.int8,
-    "rollout_logp": np.float32,
-    "version": np.int64,
-    "weight": np.float32,
-}
-TURN_DTYPES: dict[str, Any] = {
-    "turn_role": np.int8,
-    "turn_start": np.int64,
-    "turn_end": np.int64,
-    "turn_number": np.int32,
-    "turn_state_key": np.int64,
-    "turn_action_key": np.int64,
-    "turn_reward": np.float32,
-}
-OFFSETS = ("segment_tokens", "segment_turns", "session_segments", "trajectory_sessions", "group_trajectories")
+__all__ = [
+    "ARRAY_FIELDS",
+    "OFFSETS",
+    "TUPLE_FIELDS",
+    "TURN_DTYPES",
+    "Array",
+    "Field",
+    "RecordError",
+    "Role",
+    "SessionKind",
+    "Status",
+    "TrajectoryBatch",
+    "TrajectoryView",
+    "concat",
+    "equal",
+    "owners",
+    "select_groups",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +74,7 @@ class TrajectoryBatch:
     Tokens: ``ids`` int32 [T]; ``loss_mask`` bool [T]; ``turn`` int32 [T]; ``field`` int8 [T];
     ``rollout_logp`` float32 [T], nats, log p(ids[t] | ids before t) of the sampling distribution at its temperature;
     ``version`` int64 [T], packed policy version; ``weight`` float32 [T], multiplies the token's loss;
-    ``routed`` uint8/uint16 [T, L, k] or None, expert ids per MoE layer; ``routed_valid`` bool [T].
+    ``routed`` uint8/uint16/uint32 [T, L, k] or None, expert ids per MoE layer; ``routed_valid`` bool [T].
 
     Turns: ``turn_role`` [N]; ``turn_start``/``turn_end`` int64 [N], token span; ``turn_number`` int32 [N], counted over
     the whole trajectory across its sessions; ``turn_state_key``/``turn_action_key`` int64 [N], 0 where unknown: hash of
@@ -112,7 +85,7 @@ class TrajectoryBatch:
     [J+1], ``group_trajectories`` [G+1].
 
     Sessions: ``session_kind`` int8 [Q]; ``session_parent`` int32 [Q], index of the spawning session or -1;
-    ``session_return`` int64 [Q, 2], token span in the parent where its result appears, or -1.
+    ``session_return`` int64 [Q, 2], token span in the parent where its result appears, or (-1, -1).
 
     Trajectories: ``trajectory_id`` [J]; ``sample`` int32 [J], number within the group; ``reward`` float32 [J];
     ``reward_parts`` name -> float32 [J]; ``success`` bool [J]; ``status`` int8 [J]; ``harness`` [J].
@@ -160,10 +133,10 @@ class TrajectoryBatch:
             value = getattr(self, name)
             if value is None:
                 continue
-            object.__setattr__(self, name, _frozen(value, DTYPES.get(name)))
-        for name, dtype in (("reward_parts", np.float32), ("turn_labels", np.int16)):
-            frozen = {key: _frozen(value, dtype) for key, value in getattr(self, name).items()}
-            object.__setattr__(self, name, frozen)
+            object.__setattr__(self, name, frozen(name, value, DTYPES.get(name)))
+        for name, dtype in MAP_DTYPES.items():
+            values = {key: frozen(f"{name}/{key}", value, dtype) for key, value in getattr(self, name).items()}
+            object.__setattr__(self, name, values)
         validate(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -288,169 +261,9 @@ class TrajectoryView:
         return int(np.count_nonzero(self.batch.turn_role[turns.start : turns.stop] == Role.MODEL))
 
 
-DTYPES: dict[str, Any] = {
-    **TOKEN_DTYPES,
-    **TURN_DTYPES,
-    **dict.fromkeys(OFFSETS, np.int64),
-    "session_kind": np.int8,
-    "session_parent": np.int32,
-    "session_return": np.int64,
-    "sample": np.int32,
-    "reward": np.float32,
-    "success": np.bool_,
-    "status": np.int8,
-    "routed_valid": np.bool_,
-}
-ARRAY_FIELDS = (*DTYPES, "routed")
-TUPLE_FIELDS = ("trajectory_id", "harness", "group_id", "task_id")
-
-
-def _frozen(value: Any, dtype: Any) -> Array:
-    """A read-only contiguous array. One that is handed over whole is frozen in place, without a copy: the giver's later
-    write fails loudly. A view of memory that others can still write is copied."""
-    array = np.ascontiguousarray(value, dtype=dtype)
-    if array.flags.writeable:
-        if not array.flags.owndata:
-            array = array.copy()
-        array.flags.writeable = False
-    return array
-
-
 def owners(offsets: Array) -> Array:
     """For each element of a partition given by its offsets, the index of the part that holds it."""
     return np.repeat(np.arange(len(offsets) - 1, dtype=np.int64), np.diff(offsets))
-
-
-def _where(batch: TrajectoryBatch, token: int) -> str:
-    """Names a token for an error: trajectory, session and position within the session's segment."""
-    segment = int(np.searchsorted(batch.segment_tokens, token, side="right")) - 1
-    session = int(np.searchsorted(batch.session_segments, segment, side="right")) - 1
-    trajectory = int(np.searchsorted(batch.trajectory_sessions, session, side="right")) - 1
-    local_session = session - int(batch.trajectory_sessions[trajectory])
-    position = token - int(batch.segment_tokens[segment])
-    local_segment = segment - int(batch.session_segments[session])
-    name = batch.trajectory_id[trajectory]
-    return f"trajectory {name!r}, session {local_session}, segment {local_segment}, position {position}"
-
-
-def _partition(name: str, offsets: Array, size: int, below: str) -> None:
-    if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0:
-        raise RecordError(f"{name}: offsets must be one-dimensional and start at 0, got {offsets[:3]!r}")
-    if np.any(np.diff(offsets) < 0):
-        at = int(np.argmax(np.diff(offsets) < 0))
-        raise RecordError(f"{name}: offsets fall from {offsets[at]} to {offsets[at + 1]} at {at}")
-    if offsets[-1] != size:
-        raise RecordError(f"{name}: offsets end at {offsets[-1]}, the batch holds {size} {below}")
-
-
-def validate(batch: TrajectoryBatch) -> None:
-    """Checks invariants 1-6; raises ``RecordError`` naming trajectory, session and position."""
-    tokens, turns = len(batch.ids), len(batch.turn_role)
-    for name in TOKEN_DTYPES:
-        if getattr(batch, name).shape != (tokens,):
-            raise RecordError(f"{name}: shape {getattr(batch, name).shape}, expected ({tokens},) like ids")
-    for name in TURN_DTYPES:
-        if getattr(batch, name).shape != (turns,):
-            raise RecordError(f"{name}: shape {getattr(batch, name).shape}, expected ({turns},) like turn_role")
-    segments, sessions = len(batch.segment_tokens) - 1, len(batch.session_segments) - 1
-    trajectories, groups = len(batch.trajectory_sessions) - 1, len(batch.group_trajectories) - 1
-    _partition("segment_tokens", batch.segment_tokens, tokens, "tokens")
-    _partition("segment_turns", batch.segment_turns, turns, "turns")
-    _partition("session_segments", batch.session_segments, segments, "segments")
-    _partition("trajectory_sessions", batch.trajectory_sessions, sessions, "sessions")
-    _partition("group_trajectories", batch.group_trajectories, trajectories, "trajectories")
-    if len(batch.segment_turns) != segments + 1:
-        raise RecordError(f"segment_turns has {len(batch.segment_turns)} offsets, segment_tokens {segments + 1}")
-    expected: dict[str, tuple[int, ...]] = {
-        "session_kind": (sessions,),
-        "session_parent": (sessions,),
-        "session_return": (sessions, 2),
-        "sample": (trajectories,),
-        "reward": (trajectories,),
-        "success": (trajectories,),
-        "status": (trajectories,),
-    }
-    for name, shape in expected.items():
-        if getattr(batch, name).shape != shape:
-            raise RecordError(f"{name}: shape {getattr(batch, name).shape}, expected {shape}")
-    for name, count in (
-        ("trajectory_id", trajectories),
-        ("harness", trajectories),
-        ("group_id", groups),
-        ("task_id", groups),
-    ):
-        if len(getattr(batch, name)) != count:
-            raise RecordError(f"{name}: {len(getattr(batch, name))} entries, expected {count}")
-    if len(set(batch.trajectory_id)) != trajectories:
-        raise RecordError("trajectory_id: ids repeat")
-    for parts, count in ((batch.reward_parts, trajectories), (batch.turn_labels, turns)):
-        for key, value in parts.items():
-            if value.shape != (count,):
-                raise RecordError(f"{key!r}: shape {value.shape}, expected ({count},)")
-    if not np.all(np.isfinite(batch.reward)):
-        at = int(np.argmax(~np.isfinite(batch.reward)))
-        raise RecordError(
-            f"trajectory {batch.trajectory_id[at]!r}: reward is {batch.reward[at]}; mark it REWARD_INVALID"
-        )
-    _validate_tokens(batch)
-    if batch.routed is not None:
-        if batch.routed_valid is None:
-            raise RecordError("routed is given without routed_valid")
-        if batch.routed.ndim != 3 or len(batch.routed) != tokens or batch.routed.dtype.kind != "u":
-            raise RecordError(f"routed: {batch.routed.dtype} {batch.routed.shape}, expected unsigned [{tokens}, L, k]")
-        if batch.routed_valid.shape != (tokens,):
-            raise RecordError(f"routed_valid: shape {batch.routed_valid.shape}, expected ({tokens},)")
-
-
-def _fail_at(batch: TrajectoryBatch, bad: Array, message: str) -> None:
-    if np.any(bad):
-        at = int(np.argmax(bad))
-        raise RecordError(f"{_where(batch, at)}: {message}")
-
-
-def _validate_tokens(batch: TrajectoryBatch) -> None:
-    tokens, turns = len(batch.ids), len(batch.turn_role)
-    _fail_at(batch, batch.ids < 0, "negative token id")
-    _fail_at(batch, (batch.turn < -1) | (batch.turn >= turns), f"turn index outside -1..{turns - 1}")
-    if turns:
-        start, end = batch.turn_start, batch.turn_end
-        if np.any(start > end) or np.any(start < 0) or np.any(end > tokens):
-            at = int(np.argmax((start > end) | (start < 0) | (end > tokens)))
-            raise RecordError(f"turn {at}: span [{start[at]}, {end[at]}) in a batch of {tokens} tokens")
-        owner = owners(batch.segment_turns)
-        outside = (start < batch.segment_tokens[owner]) | (end > batch.segment_tokens[owner + 1])
-        if np.any(outside):
-            at = int(np.argmax(outside))
-            raise RecordError(f"{_where(batch, min(int(start[at]), tokens - 1))}: turn {at} leaves its segment")
-        disordered = (start[1:] < end[:-1]) & (owner[1:] == owner[:-1])
-        if np.any(disordered):
-            at = int(np.argmax(disordered)) + 1
-            raise RecordError(f"{_where(batch, int(start[at]))}: turn {at} overlaps the one before it")
-    marks = np.full(tokens, -1, dtype=np.int64)
-    if turns:
-        lengths = batch.turn_end - batch.turn_start
-        index = np.repeat(np.arange(turns), lengths)
-        within = np.arange(len(index)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        marks[batch.turn_start[index] + within] = index
-    _fail_at(batch, marks != batch.turn, "token's turn index disagrees with the turn's span")
-    sampled = batch.version >= 0
-    _fail_at(batch, (batch.version < UNSAMPLED), "version below -1")
-    on_model = np.zeros(tokens, dtype=bool)
-    on_turn = batch.turn >= 0
-    on_model[on_turn] = batch.turn_role[batch.turn[on_turn]] == Role.MODEL
-    _fail_at(batch, sampled & ~on_model, "sampled token outside a model turn")
-    _fail_at(batch, batch.loss_mask & ~sampled, "loss mask 1 on a token that was not sampled")
-    _fail_at(batch, sampled & ~np.isfinite(batch.rollout_logp), "rollout log-prob is not finite")
-    _fail_at(batch, sampled & (batch.rollout_logp > 0), "rollout log-prob above 0")
-    _fail_at(batch, ~sampled & (batch.rollout_logp != 0), "rollout log-prob on a token that was not sampled")
-    _fail_at(batch, ~np.isfinite(batch.weight) | (batch.weight < 0), "weight is negative or not finite")
-    drawn = np.flatnonzero(sampled)
-    if len(drawn) > 1:
-        before, after = drawn[:-1], drawn[1:]
-        falls = (batch.version[after] < batch.version[before]) & (batch.turn[after] == batch.turn[before])
-        if np.any(falls):
-            where = int(after[np.argmax(falls)])
-            raise RecordError(f"{_where(batch, where)}: policy version falls inside a turn")
 
 
 def _concat_optional(batches: Sequence[TrajectoryBatch]) -> tuple[Array | None, Array | None]:
@@ -558,7 +371,7 @@ def _slice_groups(batch: TrajectoryBatch, first: int, last: int) -> TrajectoryBa
     for name, base in (("session_parent", q0), ("session_return", t0)):
         part = getattr(batch, name)[q0:q1]
         values[name] = np.where(part >= 0, part - base, part)
-    values |= {name: getattr(batch, name)[j0:j1] for name in ("sample", "reward", "success", "status")}
+    values |= {name: getattr(batch, name)[j0:j1] for name in TRAJECTORY_DTYPES}
     values |= {name: getattr(batch, name)[j0:j1] for name in ("trajectory_id", "harness")}
     values |= {name: getattr(batch, name)[first:last] for name in ("group_id", "task_id")}
     values["reward_parts"] = {k: v[j0:j1] for k, v in batch.reward_parts.items()}

@@ -1,43 +1,50 @@
-"""Store of finished groups on disk: write, read, delete, list.
+"""Store of finished groups on disk: a folder of append-only Arrow files.
 
 Invariants (``tests/trajectory/test_store.py`` asserts each):
 
 1. Round trip is exact, bit for bit, dtypes included.
-2. A reference is returned only after the data are durable (file and folder synced); a file appears whole or not at all.
-3. Data that changed on disk are never returned: every read checks length and checksum.
-4. A failed write leaves no file behind and everything written before as it was.
-5. A name is never used for two contents: it ends in the checksum, so a late second writer of a group cannot replace
-   what a reference already points to.
+2. A reference is returned only after the data are durable; it points to the same data until they are deleted, whoever
+   writes that group again.
+3. Data that changed on disk are never returned: every read checks every byte. What else is in the file stays readable,
+   before and behind the damage.
+4. A write that failed or was killed leaves everything before it as it was; nothing is ever written behind its remains.
+5. A deletion is durable. A shard goes when it has ended and everything in it was deleted.
+6. Any number of processes may use one folder at once; each writes to shards of its own.
+7. Shards are Arrow IPC streams that stock tools open: a row a trajectory (``columns.py`` lists the columns).
 
-File: magic, length and CRC-32 of the header, CRC-32 of the data, the header (JSON: strings, and name, dtype, shape and
-offset of each array), then the arrays as they lie in memory, each at a multiple of 64 bytes.
+Reads map the file: arrays of the batch are views of it (read-only) and cost memory only where they are touched. They
+stay valid after the shard was deleted. ``framing.py`` says how damage is found, ``shard.py`` how files are written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
+import mmap
 import os
-import struct
-import uuid
-import zlib
-from collections.abc import Mapping
+import re
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NewType
-from urllib.parse import quote, unquote
+from typing import NewType
 
-import numpy as np
-from numpy.typing import NDArray
+from megatron_ext.trajectory import shard as files
+from megatron_ext.trajectory.columns import Groups, from_arrow, to_arrow
+from megatron_ext.trajectory.framing import (
+    END,
+    FramingError,
+    Message,
+    decode,
+    encode,
+    intact,
+    read_header,
+    scan,
+    schema_message,
+)
+from megatron_ext.trajectory.record import RecordError, TrajectoryBatch
 
-from megatron_ext.trajectory.record import ARRAY_FIELDS, TUPLE_FIELDS, RecordError, TrajectoryBatch
-
-MAGIC = b"MXTRAJ1\n"
-_FIXED = struct.Struct("<8sQLL")  # magic, header bytes, header crc, payload crc
-_ALIGN = 64
-_SUFFIX = ".group"
-_TEMP = ".writing-"
-_MAPS = ("reward_parts", "turn_labels")
-_MAX_NAME = 200
+SHARD_BYTES = 256 << 20
+_REF = re.compile(rf"([\w-]+{re.escape(files.SUFFIX)})@(\d+)\+([1-9]\d*)")
 
 
 class StoreError(RuntimeError):
@@ -45,156 +52,182 @@ class StoreError(RuntimeError):
 
 
 Ref = NewType("Ref", str)
-"""Where a batch lies: a file name inside the store's folder. A string, so that metadata can carry it."""
-
-
-def group_of(ref: Ref) -> str:
-    """Id of the (first) group that a reference points to."""
-    return unquote(ref.removesuffix(_SUFFIX).rsplit("-", 1)[0])
+"""Where a batch lies: ``shard@position+length`` within the store's folder. A string, so that metadata can carry it."""
 
 
 class TrajectoryStore:
-    """A folder of groups. Several processes may write to one folder; each file has one writer."""
+    """A folder of shards. ``shard_bytes``: a shard that has grown to this size is ended, and a new one begun.
 
-    def __init__(self, folder: Path | str) -> None:
+    Batches of one schema (names of rewards and labels, routing recorded or not) share a shard.
+    """
+
+    def __init__(self, folder: Path | str, shard_bytes: int = SHARD_BYTES) -> None:
+        if shard_bytes <= 0:
+            raise ValueError(f"shard_bytes must be > 0, got {shard_bytes}")
         self.folder = Path(folder)
-        try:
+        self._shard_bytes = shard_bytes
+        self._shards: dict[bytes, files.Shard] = {}  # by schema
+        self._lock = threading.Lock()
+        with _refused(self.folder, "store: cannot make the folder"):
+            new = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"store {self.folder}: cannot make the folder: {error.strerror}") from error
+            for path in new:
+                files.sync_folder(path.parent)
 
     def write(self, batch: TrajectoryBatch) -> Ref:
-        """Makes a batch (usually one group) durable. Raises ``StoreError`` on a full disk; nothing is left behind."""
-        if batch.num_groups == 0:
-            raise StoreError("store: a batch without groups has no name")
-        parts, checksum = _encode(batch)
-        stem = quote(batch.group_id[0], safe="")
-        if len(stem) > _MAX_NAME:
-            raise StoreError(f"store: group id of {len(stem)} characters is too long for a file name: {stem[:40]}...")
-        name = f"{stem}-{checksum:08x}{_SUFFIX}"
-        path, temp = self.folder / name, self.folder / f"{_TEMP}{uuid.uuid4().hex}"
-        try:
-            with temp.open("wb", buffering=0) as file:
-                _write_all(file.fileno(), parts)
-                os.fsync(file.fileno())
-            temp.replace(path)
-            self._sync_folder()
-        except OSError as error:
-            temp.unlink(missing_ok=True)
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            advice = "the disk is full; free space and go on" if full else str(error.strerror)
-            raise StoreError(f"{path}: not written: {advice}") from error
-        return Ref(name)
+        """Makes a batch (usually one group) durable. Raises ``StoreError``, on a full disk too."""
+        return self.write_many([batch])[0]
+
+    def write_many(self, batches: Sequence[TrajectoryBatch]) -> list[Ref]:
+        """``write`` for several batches, with one sync for those of one schema. When it fails none has a reference."""
+        messages: list[Message] = []
+        for batch in batches:
+            try:
+                rows, groups = to_arrow(batch)
+            except RecordError as error:
+                raise StoreError(f"{self.folder}: not written: {error}") from error
+            messages.append(encode(rows, groups.to_json()))
+        places: dict[bytes, list[int]] = {}
+        for index, message in enumerate(messages):
+            places.setdefault(message.schema, []).append(index)
+        refs: dict[int, Ref] = {}
+        with self._lock, _refused(self.folder, "not written"):
+            for schema, members in places.items():
+                group = [messages[index] for index in members]
+                # A failure forgets the shard: nothing is written behind what it may have left.
+                shard = self._shards.pop(schema, None)
+                grown = files.append(shard, group, self._shard_bytes) if shard is not None else None
+                shard, spans = grown or files.create(self.folder, group, self._shard_bytes)
+                if not shard.ended:
+                    self._shards[schema] = shard
+                for index, (at, length) in zip(members, spans, strict=True):
+                    refs[index] = Ref(f"{shard.path.name}@{at}+{length}")
+        return [refs[index] for index in range(len(messages))]
 
     def read(self, ref: Ref) -> TrajectoryBatch:
-        """The batch exactly as written. Raises ``StoreError`` when it is missing or was damaged."""
-        path = self.folder / ref
+        """The batch exactly as written. Raises ``StoreError`` when it is missing, was deleted or was damaged."""
+        place = _parse(ref)
+        if place is None:
+            raise StoreError(f"{self.folder}: {ref!r} cannot be read: it is no reference of this store")
+        name, at, length = place
+        path = self.folder / name
+        with _refused(path, "cannot be read"):
+            if (at, length) in files.deleted(path):
+                raise StoreError(f"{path}: {ref} was deleted")
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < at + length:
+                    raise StoreError(f"{path}: {ref} was cut short: the file ends at byte {size}")
+                data = mmap.mmap(file.fileno(), at + length, access=mmap.ACCESS_READ)
         try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
-        try:
-            return _decode(data)
-        except (RecordError, StoreError) as error:
-            raise StoreError(f"{path}: {error}") from error
+            rows, about = decode(memoryview(data)[at:], schema_message(data))
+            return from_arrow(rows, Groups.from_json(about))
+        except (FramingError, RecordError) as error:
+            raise StoreError(f"{path}: {ref}: {error}") from error
 
     def exists(self, ref: Ref) -> bool:
-        return (self.folder / ref).is_file()
+        """Whether a batch is there, whole and not deleted. Its data are checked when they are read."""
+        place = _parse(ref)
+        if place is None:
+            return False
+        name, at, length = place
+        path = self.folder / name
+        with _refused(path, "cannot be read"):
+            try:
+                if (at, length) in files.deleted(path):
+                    return False
+                with files.mapped(path) as data:
+                    header = read_header(data, at)
+                    return header is not None and header.length == length and at + length <= len(data)
+            except FileNotFoundError:
+                return False
 
     def delete(self, ref: Ref) -> bool:
         """Removes a batch; False when it was gone already (deleting again after a crash is no error)."""
-        try:
-            (self.folder / ref).unlink()
-        except FileNotFoundError:
+        place = _parse(ref)
+        if place is None or not self.exists(ref):
             return False
-        except OSError as error:
-            raise StoreError(f"{self.folder / ref}: not deleted: {error.strerror}") from error
+        name, at, length = place
+        path = self.folder / name
+        with _refused(path, "not deleted"):
+            files.mark_deleted(path, (at, length))
+            if _is_spent(path):
+                files.remove(path)
         return True
 
     def list(self) -> list[Ref]:
-        """References of everything stored, by name."""
-        return sorted(Ref(path.name) for path in self.folder.glob(f"*{_SUFFIX}"))
+        """References of everything stored, shard by shard in the order of writing."""
+        return [Ref(f"{path.name}@{at}+{length}") for path in self._paths() for at, length in _live(path)]
 
     def sweep(self) -> int:
-        """Removes what killed writers left half-written. Call it only while nobody writes; returns how many."""
-        left = list(self.folder.glob(f"{_TEMP}*"))
-        for path in left:
-            path.unlink(missing_ok=True)
-        return len(left)
+        """Tidies up after killed writers: ends their shards behind the last whole batch, and removes those that hold
+        nothing any more. Call it only while nobody writes; returns how many files were cut or removed."""
+        changed = 0
+        with self._lock:
+            self._shards.clear()
+            for path in self._paths():
+                with _refused(path, "not swept"):
+                    size = path.stat().st_size
+                    whole = _whole_bytes(path)
+                    if whole:
+                        files.end(path, whole)
+                    if whole == 0 or not _live(path):
+                        files.remove(path)
+                        changed += 1
+                    elif whole is not None:
+                        changed += whole < size
+            for marks in self.folder.glob(f"*{files.SUFFIX}{files.MARKS_SUFFIX}"):
+                if not marks.with_suffix("").exists():
+                    marks.unlink(missing_ok=True)
+        return changed
 
-    def _sync_folder(self) -> None:
-        handle = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-Buffer = bytes | memoryview
-
-
-def _write_all(handle: int, parts: list[Buffer]) -> None:
-    """Writes all parts; a short write is continued, so that it ends in success or in the error that stopped it."""
-    for part in parts:
-        view = memoryview(part)
-        while view.nbytes:
-            view = view[os.write(handle, view) :]
-
-
-def _arrays(batch: TrajectoryBatch) -> dict[str, NDArray[Any]]:
-    found = {name: getattr(batch, name) for name in ARRAY_FIELDS}
-    arrays = {name: array for name, array in found.items() if array is not None}
-    for group in _MAPS:
-        values: Mapping[str, NDArray[Any]] = getattr(batch, group)
-        arrays |= {f"{group}/{key}": value for key, value in values.items()}
-    return arrays
+    def _paths(self) -> Iterator[Path]:
+        return iter(sorted(self.folder.glob(f"*{files.SUFFIX}")))
 
 
-def _encode(batch: TrajectoryBatch) -> tuple[list[Buffer], int]:
-    """The file as parts to write in order, and the checksum that names it."""
-    entries, payload, position, payload_crc = [], [], 0, 0
-    for name, array in _arrays(batch).items():
-        pad = -position % _ALIGN
-        data: Buffer = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
-        entries.append([name, array.dtype.str, list(array.shape), position + pad])
-        for part in (bytes(pad), data):
-            payload.append(part)
-            payload_crc = zlib.crc32(part, payload_crc)
-        position += pad + array.nbytes
-    strings = {name: list(getattr(batch, name)) for name in TUPLE_FIELDS}
-    header = json.dumps({"arrays": entries, "strings": strings, "bytes": position}).encode()
-    header += b" " * (-(_FIXED.size + len(header)) % _ALIGN)
-    header_crc = zlib.crc32(header)
-    fixed = _FIXED.pack(MAGIC, len(header), header_crc, payload_crc)
-    return [fixed + header, *payload], zlib.crc32(fixed)
+def _parse(ref: Ref) -> tuple[str, int, int] | None:
+    found = _REF.fullmatch(ref)
+    return None if found is None else (found[1], int(found[2]), int(found[3]))
 
 
-def _decode(data: bytes) -> TrajectoryBatch:
-    if len(data) < _FIXED.size:
-        raise StoreError(f"cut short: {len(data)} bytes")
-    magic, size, header_crc, payload_crc = _FIXED.unpack_from(data)
-    if magic != MAGIC:
-        raise StoreError(f"not a trajectory file (starts with {magic!r})")
-    start = _FIXED.size + size
-    header = data[_FIXED.size : start]
-    if len(header) != size or zlib.crc32(header) != header_crc:
-        raise StoreError("the header is damaged")
-    meta = json.loads(header)
-    payload = memoryview(data)[start:]
-    if payload.nbytes != meta["bytes"]:
-        raise StoreError(f"cut short: {payload.nbytes} of {meta['bytes']} bytes")
-    if zlib.crc32(payload) != payload_crc:
-        raise StoreError("the data are damaged (checksum differs)")
-    values: dict[str, Any] = {name: tuple(entries) for name, entries in meta["strings"].items()}
-    maps: dict[str, dict[str, NDArray[Any]]] = {name: {} for name in _MAPS}
-    for name, code, shape, offset in meta["arrays"]:
-        dtype = np.dtype(code)
-        count = int(np.prod(shape))
-        array = np.frombuffer(payload, dtype=dtype, count=count, offset=offset if count else 0).reshape(shape)
-        group, _, key = name.partition("/")
-        if group in maps:
-            maps[group][key] = array
-        else:
-            values[name] = array
-    values |= maps
-    return TrajectoryBatch(**values)
+@contextlib.contextmanager
+def _refused(path: Path, what: str) -> Iterator[None]:
+    """Names the file in what the operating system says."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "the disk is full; free space and go on" if full else str(error.strerror)
+        raise StoreError(f"{path}: {what}: {advice}") from error
+
+
+def _live(path: Path) -> list[files.Span]:
+    """What a shard holds and was not deleted; nothing when another process just removed it."""
+    try:
+        gone = files.deleted(path)
+        with files.mapped(path) as data:
+            return [(at, header.length) for at, header in scan(data) if (at, header.length) not in gone]
+    except FileNotFoundError:
+        return []
+
+
+def _is_spent(path: Path) -> bool:
+    """Whether a shard has ended and all its bytes were deleted: only then nobody writes to it any more."""
+    with files.mapped(path) as data:
+        if data[-len(END) :] != END:
+            return False
+        held = len(data) - len(schema_message(data)) - len(END)
+    return sum(length for _, length in files.deleted(path)) == held
+
+
+def _whole_bytes(path: Path) -> int | None:
+    """Bytes of a shard without its end mark up to the end of the last whole batch; None when it has ended."""
+    with files.mapped(path) as data:
+        found = list(scan(data))
+        whole = max((at + header.length for at, header in found), default=0)
+        if found and data[whole:] == END:
+            return None
+        # only the last write can have been torn: the one before it was durable when it began
+        if found and not intact(data, *found[-1]):
+            whole = found[-1][0]
+    return whole

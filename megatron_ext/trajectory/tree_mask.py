@@ -93,15 +93,16 @@ class BlockRanges:
         return np.where(seen, 1 + whole, 0).astype(np.int8)
 
 
-def block_ranges(tree: PrefixTree, block: int) -> BlockRanges:
-    """Which blocks of ``block`` x ``block`` tokens a block-sparse kernel must visit, and which without masking."""
+def block_ranges(until: Ints, block: int) -> BlockRanges:
+    """Which blocks of ``block`` x ``block`` tokens a block-sparse kernel must visit, and which without masking, for the
+    tree of ``PrefixTree.until`` [F]."""
     if block < 1:
         raise PackingError(f"a mask block must hold at least one token, got {block}")
-    if not tree.num_tokens:
+    if not len(until):
         return BlockRanges(block, np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
-    edges = np.arange(0, tree.num_tokens, block)
-    longest = np.maximum.reduceat(tree.until, edges)
-    shortest = np.minimum.reduceat(tree.until, edges)
+    edges = np.arange(0, len(until), block)
+    longest = np.maximum.reduceat(until, edges)
+    shortest = np.minimum.reduceat(until, edges)
     # A short last query block is full when its real queries are.
-    whole = np.where(shortest == tree.num_tokens, len(edges), shortest // block)
+    whole = np.where(shortest == len(until), len(edges), shortest // block)
     return BlockRanges(block, -(-longest // block), whole)

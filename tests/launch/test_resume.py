@@ -15,6 +15,7 @@ import pytest
 from megatron_ext.rollout.coordinator import Coordinator, State
 from megatron_ext.rollout.journal import read
 from megatron_ext.tracking.jsonl import read_metrics
+from megatron_ext.trajectory.store import TrajectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -61,7 +62,7 @@ class Runs:
         return Coordinator.replay(read(self.path / "journal.jsonl")[0])
 
     def stored(self) -> set[str]:
-        return {path.name for path in (self.path / "store").iterdir()}
+        return set(TrajectoryStore(self.path / "store").list())
 
     def stored_of(self, journal: Coordinator, after: int) -> set[str]:
         """Data of the groups that are finished but not taken, or taken after step ``after``."""
@@ -85,8 +86,10 @@ def test_kills_and_an_interrupt_lose_nothing_and_train_nothing_twice(runs: Runs)
     assert runs(phase="publish", step=0)[0] == -signal.SIGKILL
     first = runs.journal().consumed_at(1)
     assert runs.saved() == [] and runs.steps() == [0], "the evaluation before training"
-    for left in (".writing-by-the-killed", "g0000099-00000000.group"):
-        (runs.path / "store" / left).write_bytes(b"left by a driver that was killed")
+    torn = runs.path / "store" / "20200101T000000-killed.arrows"
+    torn.write_bytes(b"left by a driver that was killed")
+    store = TrajectoryStore(runs.path / "store")
+    unheard_of = store.write(store.read(store.list()[0]))  # by a driver that could not report it any more
 
     # Killed with step 3 consumed and the checkpoint of step 2 written.
     assert runs(phase="publish", step=2)[0] == -signal.SIGKILL
@@ -95,6 +98,7 @@ def test_kills_and_an_interrupt_lose_nothing_and_train_nothing_twice(runs: Runs)
     assert killed.step == 3 and runs.saved() == ["step_2"] and runs.steps() == [0, 1, 2]
     third = killed.consumed_at(3)
     assert runs.stored() == runs.stored_of(killed, after=2), "what a resume needs, and nothing else"
+    assert not torn.exists() and not store.exists(unheard_of)
 
     # Ctrl-C in the update of step 3: the step ends, the next one stops, and what is finished is saved.
     status, said = runs(phase="update", step=2, number=int(signal.SIGINT))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,60 @@ def test_turns_are_spans_inside_a_segment() -> None:  # invariant 2
     broken(f"{where}: turn index outside", turn=[(8, 99)])
     broken("trajectory 'b', session 1, segment 0, position 1: turn 5 leaves its segment", turn_end=[(5, 12)])
     broken("turn 5 overlaps the one before it", turn_start=[(5, 7)])
-    broken(r"turn 5: span \[8, 7\)", turn_end=[(5, 7)])
+    broken(r"turn 5 has the span \[8, 7\)", turn_end=[(5, 7)])
     broken("span", turn_end=[(6, 99)])
+
+
+def test_turns_are_numbered_over_the_trajectory() -> None:  # invariant 2
+    where = "trajectory 'b', session 1, segment 0, position 1: turn 5"
+    broken(f"{where} has a number that does not rise within the segment", turn_number=[(5, 2)])
+    broken("trajectory 'b', session 0, segment 0, position 0: turn 2 has a negative turn number", turn_number=[(2, -1)])
+    broken("turn 6 has the number 3, which is taken in this trajectory", turn_number=[(6, 3)])
+    values = values_of(two_sessions())
+    values["turn_number"] = np.array([7, 9, 5, 6, 0, 2, 1])  # sessions take turns, a number may be left out
+    assert TrajectoryBatch(**values).num_turns == 7
+
+
+def test_sessions_hang_together() -> None:  # invariant 1
+    where = "trajectory 'b', session 1"
+    for parent in (2, 3, 0, -2):  # itself, none, of another trajectory, no index
+        broken(f"{where}: parent {parent} is no earlier session of the trajectory", session_parent=[(2, parent)])
+    for span in ((4, -1), (-1, 5), (3, 5), (6, 5), (6, 8), (0, 0)):  # session 0 of "b" holds tokens [4, 7)
+        message = rf"{where}: returned span \[{span[0]}, {span[1]}\] is not in its parent's tokens"
+        broken(message, session_return=[((2, 0), span[0]), ((2, 1), span[1])])
+    broken("trajectory 'b', session 0: returned span", session_return=[((1, 0), 4), ((1, 1), 5)])  # has no parent
+    values = values_of(two_sessions())
+    for span in ((4, 7), (5, 5), (-1, -1)):
+        values["session_return"] = np.array([[-1, -1], [-1, -1], span])
+        assert TrajectoryBatch(**values).session_return[2].tolist() == list(span)
+
+
+def test_words_are_known() -> None:
+    broken("trajectory 'b', session 1: kind 3 is unknown", session_kind=[(2, 3)])
+    broken("trajectory 'b': status 7 is unknown", status=[(1, 7)])
+    broken("trajectory 'a', session 0, segment 0, position 2: turn 1 has an unknown role", turn_role=[(1, 4)])
+    broken("trajectory 'a', session 0, segment 0, position 2: unknown field", field=[(2, -1)])
+    broken("turn 3 has a reward that is not finite", turn_reward=[(3, np.nan)])
+    with pytest.raises(RecordError, match="turn 4 has a label 'x' below -1"):
+        replace(two_sessions(), turn_labels={"x": np.array([0, 1, -1, 5, -2, 0, 0])})
+
+
+def test_values_that_do_not_fit_are_refused() -> None:  # invariant 8
+    batch = two_sessions()
+    changes: list[tuple[str, Any, str]] = [
+        ("ids", batch.ids + np.int64(2**31), "ids: 2147483649 at 0 is no int32 value"),
+        ("ids", batch.ids + 0.5, "ids: 1.5 at 0 is no int32 value"),
+        ("loss_mask", batch.loss_mask * 0.5, "loss_mask: 0.5 at 2 is no bool value"),
+        ("field", np.full(batch.num_tokens, 256), "field: 256 at 0 is no int8 value"),
+        ("session_return", np.full((3, 2), [-1, 0.25]), "session_return: 0.25 at 0, 1 is no int64 value"),
+        ("turn_labels", {"x": np.full(7, 1 << 15)}, "turn_labels/x: 32768 at 0 is no int16 value"),
+    ]
+    for name, value, message in changes:
+        with pytest.raises(RecordError, match=message):
+            TrajectoryBatch(**{**values_of(batch), name: value})
+    values = values_of(batch)
+    same = {**values, "ids": batch.ids.tolist(), "loss_mask": batch.loss_mask.astype(np.float64)}
+    assert equal(batch, TrajectoryBatch(**same))
 
 
 def test_trained_tokens_were_sampled_in_model_turns() -> None:  # invariant 3
@@ -121,6 +173,9 @@ def test_trained_tokens_were_sampled_in_model_turns() -> None:  # invariant 3
 
 def test_versions_never_fall_inside_a_turn() -> None:  # invariant 4
     broken("trajectory 'b', session 1, segment 0, position 2: policy version falls inside a turn", version=[(8, 5)])
+    put_in = model([2, 3, 4], version=(3, -1, 2), logp=(-1.0, 0.0, -1.0), mask=(True, False, True))
+    with pytest.raises(RecordError, match="session 0, segment 0, position 3: policy version falls inside a turn"):
+        build([(single([user([1]), put_in]),)])  # also across a token that was put in, not sampled
     falling = single([user([1]), model([2], version=3), user([3]), model([4], version=1)])
     assert build([(falling,)]).num_turns == 4  # between turns they may (another engine served the next turn)
 
@@ -136,7 +191,9 @@ def test_rollout_logp_exists_exactly_where_sampled() -> None:  # invariant 5
 def test_routing_is_unsigned_and_aligned_to_tokens() -> None:  # invariant 6
     values = values_of(two_sessions())
     for name, value, message in (
-        ("routed_valid", None, "without routed_valid"),
+        ("routed_valid", None, "routed is given without routed_valid"),
+        ("routed", None, "routed_valid is given without routed"),
+        ("routed", values["routed"][:, :0], "expected unsigned"),
         ("routed", values["routed"].astype(np.int64), "expected unsigned"),
         ("routed", values["routed"][:-1], "expected unsigned"),
         ("routed_valid", values["routed_valid"][:-1], "routed_valid: shape"),
@@ -177,7 +234,7 @@ def test_sizes_names_and_values_are_checked() -> None:
         ("turn_reward", values["turn_reward"][:-1], "turn_reward: shape"),
         ("session_return", values["session_return"][:, 0], "session_return: shape"),
         ("harness", ("text",), "harness: 1 entries, expected 2"),
-        ("trajectory_id", ("a", "a"), "ids repeat"),
+        ("trajectory_id", ("a", "a"), "ids repeat, 'a' stands there 2 times"),
         ("reward_parts", {"x": np.zeros(5)}, "'x': shape"),
         ("reward", np.array([0.0, np.nan]), "trajectory 'b': reward is nan; mark it REWARD_INVALID"),
     ):

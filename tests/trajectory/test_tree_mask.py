@@ -50,7 +50,7 @@ def test_blocks_are_what_the_mask_says(rows: list[Row], block: int) -> None:
             part = mask[q * block : (q + 1) * block, k * block : (k + 1) * block]
             # A pair on the diagonal is masked by order, also where one token would not need it.
             expected[q, k] = 0 if not part.any() else 2 if part.all() and q != k else 1
-    assert np.array_equal(block_ranges(tree, block).kinds(), expected)
+    assert np.array_equal(block_ranges(tree.until, block).kinds(), expected)
 
 
 def test_rectangles_of_the_reference_example() -> None:
