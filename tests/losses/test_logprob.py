@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_ext.losses import logprob
+from megatron_ext.losses.candidates import CandidateSets
 from megatron_ext.losses.logprob import token_logprob_entropy
 
 
@@ -25,21 +26,33 @@ def case(n: int, v: int, dtype: torch.dtype = torch.float32, scale: float = 4.0)
     return logits.requires_grad_(), torch.randint(0, v, (n,), generator=rng)
 
 
+def recorded(targets: torch.Tensor, vocab_size: int, whole: bool) -> CandidateSets:
+    """Random sets that hold the targets; every third row drawn from the whole vocabulary if ``whole``."""
+    n = len(targets)
+    mask = torch.rand(n, vocab_size, generator=torch.Generator().manual_seed(n)) < 0.4
+    mask[torch.arange(n), targets] = True
+    mask[:, 0] &= targets == 0  # no set is the whole vocabulary by chance
+    mask[::3] |= whole
+    return CandidateSets.from_mask(mask)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("vocab_size", [None, 5])
-def test_gradients_are_exact(temperature: float, vocab_size: int | None) -> None:
+@pytest.mark.parametrize("sets", ["none", "all rows", "some rows"])
+def test_gradients_are_exact(temperature: float, vocab_size: int | None, sets: str) -> None:
     logits, targets = case(4, 7, torch.float64, scale=1.0)
     targets = targets % 5
+    candidates = None if sets == "none" else recorded(targets, vocab_size or 7, whole=sets == "some rows")
 
     def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprob_entropy(x, targets, temperature=temperature, vocab_size=vocab_size)
+        return token_logprob_entropy(x, targets, temperature=temperature, vocab_size=vocab_size, candidates=candidates)
 
     assert torch.autograd.gradcheck(both, logits)
 
 
 @pytest.mark.parametrize("n", [1, 3, 700])
 def test_matches_log_softmax(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprob, "_MIN_CHUNK_ELEMENTS", 1)  # many chunks, the last one short
+    monkeypatch.setattr(logprob, "_CHUNK_ELEMENTS", 200)  # many chunks, the last one short
     logits, targets = case(n, 53)
     other = logits.detach().clone().requires_grad_()
     g1, g2 = torch.randn(n), torch.randn(n)
@@ -48,6 +61,60 @@ def test_matches_log_softmax(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (got[0] @ g1 + got[1] @ g2).backward()
     (want[0] @ g1 + want[1] @ g2).backward()
     torch.testing.assert_close(logits.grad, other.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_candidate_sets_are_a_mask_of_the_logits(whole: bool, dtype: torch.dtype) -> None:
+    logits, targets = case(30, 53, dtype)
+    candidates = recorded(targets, 53, whole)
+    mask = torch.zeros(30, 53, dtype=torch.bool)
+    mask[candidates.rows(), candidates.ids.long()] = True
+    mask[candidates.whole_rows()] = True
+    other = logits.detach().clone().requires_grad_()
+    got = token_logprob_entropy(logits, targets, temperature=0.8, candidates=candidates)
+    want = token_logprob_entropy(other.masked_fill(~mask, -torch.inf), targets, temperature=0.8)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    (got[0].sum() + 2 * got[1].sum()).backward()
+    (want[0].sum() + 2 * want[1].sum()).backward()
+    torch.testing.assert_close(logits.grad, other.grad, atol=1e-5, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_truncated_sampler_is_replayed() -> None:
+    """MiMo-V2.6's worked number, and the drift without it (miles 2722): the rollout drew from the cut distribution."""
+    logits = torch.tensor([[0.6, 0.25, 0.15]]).log()
+    rollout = torch.tensor(0.6 / 0.85).log()
+    candidates = CandidateSets(torch.tensor([0, 1]), torch.tensor([0, 2]))
+    logp, entropy = token_logprob_entropy(logits, torch.tensor([0]), temperature=1.0, candidates=candidates)
+    assert float(logp.exp()) == pytest.approx(0.7058824) and float((logp - rollout).exp()) == pytest.approx(1.0)
+    p = torch.tensor([0.7058824, 0.2941176])
+    assert float(entropy) == pytest.approx(float(-(p * p.log()).sum()))
+    full = token_logprob_entropy(logits, torch.tensor([0]), temperature=1.0)[0]
+    assert float((full - rollout).exp()) == pytest.approx(0.85)
+
+
+def test_a_row_does_not_depend_on_its_micro_batch() -> None:
+    """verl 2996: log-probs changed with the micro-batch size. Here a row's bits are its own, on one thread and on two
+    (which split a lone row longer than 32,768 logits, if asked to reduce one)."""
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for n, v in ((40, 211), (5, 40_000)):
+                logits, targets = case(n, v)
+                logits, candidates = logits.detach(), recorded(targets, v, whole=True)
+                for sets in (None, candidates):
+                    whole = token_logprob_entropy(logits, targets, temperature=0.9, candidates=sets)
+                    for rows in (torch.arange(n)[k : k + size] for size in (1, 2, 17) for k in (0, n - size)):
+                        if len(rows) == 0 or int(rows.min()) < 0:
+                            continue
+                        part = token_logprob_entropy(
+                            logits[rows], targets[rows], temperature=0.9, candidates=sets and sets.take(rows)
+                        )
+                        for got, want in zip(part, whole, strict=True):
+                            assert torch.equal(got, want[rows])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_half_precision_logits_are_computed_in_fp32() -> None:
@@ -66,6 +133,32 @@ def test_extreme_logits_stay_finite() -> None:
     assert float(logp[0].detach()) == 0 and -float(logp[2].detach()) == log3 == float(entropy[2].detach())
     (logp.sum() + entropy.sum()).backward()
     assert torch.isfinite(logp).all() and torch.isfinite(entropy).all() and torch.isfinite(logits.grad).all()
+
+
+def test_logits_of_minus_infinity_are_tokens_of_probability_zero() -> None:
+    logits, targets = case(6, 11, torch.float64)
+    padded = torch.cat([logits.detach(), torch.full((6, 5), -torch.inf, dtype=torch.float64)], dim=1).requires_grad_()
+    got, want = (token_logprob_entropy(x, targets, temperature=0.8) for x in (padded, logits))
+    torch.testing.assert_close(got, want)
+    (got[0].sum() + got[1].sum()).backward()
+    (want[0].sum() + want[1].sum()).backward()
+    torch.testing.assert_close(padded.grad[:, :11], logits.grad)
+    assert not padded.grad[:, 11:].any()
+
+
+def test_an_impossible_target_and_a_broken_row_stay_with_their_rows() -> None:
+    logits, targets = case(4, 9)
+    spoilt = logits.detach().clone()
+    spoilt[1, targets[1]] = -torch.inf
+    spoilt[2, 3] = torch.nan
+    spoilt.requires_grad_()
+    logp, entropy = token_logprob_entropy(spoilt, targets, temperature=1.0)
+    fine = token_logprob_entropy(logits, targets, temperature=1.0)
+    assert float(logp[1].detach()) == -torch.inf and bool(torch.isnan(logp[2]))
+    for got, want in zip((logp, entropy), fine, strict=True):
+        assert torch.equal(got[[0, 3]], want[[0, 3]])
+    (logp.sum() + entropy.sum()).backward()
+    assert torch.isfinite(spoilt.grad[[0, 1, 3]]).all()
 
 
 def test_entropy_as_a_metric_has_no_gradient() -> None:
@@ -95,7 +188,14 @@ def test_no_tokens() -> None:
         ((2, 4), [0, 3], {"vocab_size": 3}, "outside the vocabulary of 3"),
         ((2, 4), [-1, 1], {}, "outside the vocabulary"),
         ((2, 4), [0, 1], {"temperature": 0.0}, "temperature 0.0: must be above 0"),
-        ((2, 4), [0, 1], {"vocab_size": 9}, "the logits have 4 columns"),
+        ((2, 4), [0, 1], {"temperature": float("nan")}, "temperature nan: must be above 0"),
+        (
+            (2, 4),
+            [0, 1],
+            {"candidates": CandidateSets(torch.tensor([0, 2]), torch.tensor([0, 1, 2]))},
+            "row 1: token 1 was sampled, but is not among its 1 recorded candidates",
+        ),
+        ((2, 4), [0, 1], {"vocab_size": 9}, "there are 4 columns"),
     ],
 )
 def test_bad_input_is_named(logits: tuple[int, int], targets: list[int], options: dict[str, Any], message: str) -> None:
@@ -117,35 +217,49 @@ def test_memory_kept_for_backward_is_per_row() -> None:
     assert beyond <= 8 * len(logits)
 
 
-def _rank(rank: int, world: int, init: str, v: int, out: str) -> None:
+CASES = [("plain", 16, 5), ("plain", 9, 5), ("sets", 16, 5), ("mixed", 9, 5), ("plain", 16, 0)]
+
+
+def _split_case(kind: str, vocab_size: int, n: int) -> tuple[torch.Tensor, torch.Tensor, CandidateSets | None]:
+    """A vocabulary of 9: the last rank of two (columns 8..) keeps one token, of four the last two keep none."""
+    logits, targets = case(n, 16)
+    logits = logits.detach().clone()
+    logits[:, 12:15] = -torch.inf  # most of the last rank of four
+    targets = targets % min(vocab_size, 12)
+    candidates = None if kind == "plain" else recorded(targets, vocab_size, whole=kind == "mixed")
+    return logits, targets, candidates
+
+
+def _both(logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    logits = logits.clone().requires_grad_()
+    logp, entropy = token_logprob_entropy(logits, targets, temperature=0.8, **options)
+    (logp @ torch.arange(float(len(logp))) + 2 * entropy.sum()).backward()
+    assert logits.grad is not None
+    return logp.detach(), entropy.detach(), logits.grad
+
+
+def _rank(rank: int, world: int, init: str, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     results = []
-    for vocab_size in (v, 9):  # 9: the last rank of two (columns 8..) keeps one token, of four the last two keep none
-        logits, targets = case(5, v)
-        targets = targets % vocab_size
-        width = v // world
-        piece = logits.detach()[:, rank * width : (rank + 1) * width].clone().requires_grad_()
-        logp, entropy = token_logprob_entropy(
-            piece, targets, temperature=0.8, group=dist.group.WORLD, vocab_size=vocab_size
-        )
-        (logp @ torch.arange(5.0) + 2 * entropy.sum()).backward()
-        results.append((logp.detach(), entropy.detach(), piece.grad))
+    for kind, vocab_size, n in CASES:
+        logits, targets, candidates = _split_case(kind, vocab_size, n)
+        piece = logits.chunk(world, dim=1)[rank]
+        results.append(_both(piece, targets, group=dist.group.WORLD, vocab_size=vocab_size, candidates=candidates))
     torch.save(results, f"{out}/{world}_{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_vocabulary_split_over_ranks(world: int, tmp_path: Path) -> None:
-    v = 16
-    arguments = (world, f"file://{tmp_path}/rendezvous", v, str(tmp_path))
+    arguments = (world, f"file://{tmp_path}/rendezvous", str(tmp_path))
     mp.start_processes(_rank, arguments, nprocs=world, start_method="fork")  # spawn would import torch in every rank
     ranks = [torch.load(tmp_path / f"{world}_{r}.pt") for r in range(world)]
-    for index, vocab_size in enumerate((v, 9)):
-        logits, targets = case(5, v)
-        logp, entropy = token_logprob_entropy(logits, targets % vocab_size, temperature=0.8, vocab_size=vocab_size)
-        (logp @ torch.arange(5.0) + 2 * entropy.sum()).backward()
+    for index, (kind, vocab_size, n) in enumerate(CASES):
+        logits, targets, candidates = _split_case(kind, vocab_size, n)
+        logp, entropy, grad = _both(logits, targets, vocab_size=vocab_size, candidates=candidates)
+        assert torch.isfinite(logp).all() and torch.isfinite(entropy).all() and torch.isfinite(grad).all()
         for rank in ranks:
-            torch.testing.assert_close(rank[index][:2], (logp.detach(), entropy.detach()))
-        torch.testing.assert_close(torch.cat([rank[index][2] for rank in ranks], dim=1), logits.grad)
-        assert not logits.grad[:, vocab_size:].any()
+            torch.testing.assert_close(rank[index][:2], (logp, entropy))
+        torch.testing.assert_close(torch.cat([rank[index][2] for rank in ranks], dim=1), grad)
+        assert not grad[:, vocab_size:].any()
