@@ -16,21 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.credit.groups import group_normalize
+from megatron_ext.credit.levels import broadcast
 from megatron_ext.trajectory.record import TrajectoryBatch
 
 NORMALIZE = ("std", "mean", "none")
-
-
-def trained_tokens(batch: TrajectoryBatch) -> NDArray[np.bool_]:
-    """bool [T]: mask 1, in a trajectory whose end says something about the policy."""
-    trained: NDArray[np.bool_] = batch.loss_mask & batch.trainable()[batch.token_trajectory()]
-    return trained
-
-
-def broadcast(batch: TrajectoryBatch, values: NDArray[Any]) -> NDArray[np.float64]:
-    """A value per trajectory [J] on each of its trained tokens, 0 elsewhere; float64 [T]."""
-    spread = np.asarray(values, dtype=np.float64)[batch.token_trajectory()]
-    return np.where(trained_tokens(batch), spread, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +59,3 @@ class Baseline:
     def tokens(self, batch: TrajectoryBatch, reward: NDArray[Any]) -> NDArray[np.float64]:
         """Advantage of each token, float64 [T]."""
         return broadcast(batch, self.trajectory(batch, reward))
-
-
-def base_advantage(
-    batch: TrajectoryBatch,
-    *,
-    normalize: str = "std",
-    std_ddof: int = 0,
-    eps: float = 1e-6,
-    tolerance: float = 1e-6,
-) -> NDArray[np.float64]:
-    """Advantage of each token from the batch's own rewards, float64 [T]; see ``Baseline`` for the arguments."""
-    return Baseline(normalize=normalize, std_ddof=std_ddof, eps=eps, tolerance=tolerance).tokens(batch, batch.reward)

@@ -7,28 +7,40 @@ Invariants (``tests/credit/test_pipeline.py`` asserts each):
 3. After every edit: shapes and batch unchanged, values finite, exactly 0 on tokens that are not trained, and only the
    edit's own slot changed. What an edit says it conserves is checked over all ranks.
 4. Each rank makes the same number of reductions: one for every edit, and one at the end.
+5. An edit sees the replies to its own requests, in their order; edits that asked are not run without an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.credit.base import Baseline, trained_tokens
-from megatron_ext.credit.protocol import CreditEdit, CreditView, Reduce, Scale, ScoreRequest, Slot, Stat
+from megatron_ext.credit.base import Baseline
+from megatron_ext.credit.conservation import (
+    CONSERVED,
+    Change,
+    EditReport,
+    Masses,
+    check_conserved,
+    report,
+    token_masses,
+    violations,
+)
+from megatron_ext.credit.levels import broadcast
+from megatron_ext.credit.protocol import CreditEdit, CreditError, CreditView, Reduce, Scale, Slot, Stat
+from megatron_ext.credit.scoring import ScoreReply, ScoreRequest
+from megatron_ext.credit.turns import Layout
 from megatron_ext.trajectory.record import TrajectoryBatch
 
-CONSERVED = ("sum", "positive_mass", "negative_mass")
 INVARIANTS = frozenset("abcdefg")
 Reduction = Callable[[Mapping[str, Stat]], Mapping[str, NDArray[Any]]]
-
-
-class CreditError(ValueError):
-    """An edit that breaks what it declared, or edits that do not go together; the message names them."""
+Requests = Mapping[str, Sequence[ScoreRequest]]
+Replies = Mapping[str, Sequence[ScoreReply]]
 
 
 def combine(stats_per_rank: Sequence[Mapping[str, Stat]]) -> dict[str, NDArray[Any]]:
@@ -61,46 +73,22 @@ def open_view(batch: TrajectoryBatch, scores: Mapping[str, NDArray[Any]] | None 
     return CreditView(batch, reward, np.zeros(batch.num_tokens), {} if scores is None else scores, step)
 
 
-@dataclass(frozen=True)
-class EditReport:
-    """What one edit did to the advantage over all ranks. Masses are sums of A over trained tokens, by sign.
-
-    A reward-side edit is measured through the centring: before and after are the advantages of its two rewards.
-    """
-
-    name: str
-    slot: Slot
-    positive_before: float
-    negative_before: float
-    positive_after: float
-    negative_after: float
-    changed: int
-    trained: int
-
-    @property
-    def changed_fraction(self) -> float:
-        """Share of the trained tokens whose advantage the edit changed."""
-        return self.changed / self.trained if self.trained else 0.0
-
-    def metrics(self) -> dict[str, float]:
-        values = {
-            "positive_mass_before": self.positive_before,
-            "negative_mass_before": self.negative_before,
-            "positive_mass_after": self.positive_after,
-            "negative_mass_after": self.negative_after,
-            "changed_fraction": self.changed_fraction,
-        }
-        return {f"credit/{self.name}/{key}": value for key, value in values.items()}
+def flat(requests: Requests) -> tuple[ScoreRequest, ...]:
+    """All requests in one sequence, for one call of a scorer; ``by_edit`` takes its replies apart again."""
+    return tuple(request for asked in requests.values() for request in asked)
 
 
-def _measure(
-    before: NDArray[np.float64], after: NDArray[np.float64], trained: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    """float64 [6]: positive and negative mass before and after, changed tokens, trained tokens."""
-    a, b = before[trained], after[trained]
-    changed = np.count_nonzero(~np.isclose(a, b, rtol=1e-9, atol=1e-12))
-    masses = [a[a > 0].sum(), a[a < 0].sum(), b[b > 0].sum(), b[b < 0].sum()]
-    return np.array([*masses, changed, len(a)], dtype=np.float64)
+def by_edit(requests: Requests, replies: Sequence[ScoreReply]) -> dict[str, tuple[ScoreReply, ...]]:
+    """The replies to ``flat(requests)``, by the edit that asked."""
+    wanted = sum(len(asked) for asked in requests.values())
+    if len(replies) != wanted:
+        raise CreditError(f"{len(replies)} replies to {wanted} scoring requests")
+    out: dict[str, tuple[ScoreReply, ...]] = {}
+    first = 0
+    for name, asked in requests.items():
+        out[name] = tuple(replies[first : first + len(asked)])
+        first += len(asked)
+    return out
 
 
 class Pipeline:
@@ -130,33 +118,78 @@ class Pipeline:
         return any(edit.traits.own_signal for _, edit in self._edits)
 
     def requests(self, view: CreditView) -> dict[str, Sequence[ScoreRequest]]:
-        """The scores each edit asks for, by edit name."""
+        """The scores each edit asks for, by edit name; see ``flat`` and ``by_edit``."""
         return {name: edit.requests(view) for name, edit in self._edits}
 
-    def run(self, view: CreditView, reduce: Reduction = local) -> tuple[CreditView, tuple[EditReport, ...]]:
+    def run(
+        self, view: CreditView, reduce: Reduction = local, replies: Replies | None = None
+    ) -> tuple[CreditView, tuple[EditReport, ...]]:
         """From the view's rewards to the advantage that the loss sees.
 
-        The view's advantage is recomputed by the base normaliser. ``reduce`` combines statistics over ranks.
+        The view's advantage is recomputed by the base normaliser. ``reduce`` combines statistics over ranks;
+        ``replies`` answer ``requests(view)``, by edit name.
         """
-        trained = trained_tokens(view.batch)
-        measured: dict[str, NDArray[np.float64]] = {}
+        answers = self._answers(view, replies)
+        batch, trained, counts = view.batch, view.trained, view.counts
+        layout = Layout(batch) if view.layout is None else view.layout
+        changes: dict[str, Change] = {}
+
         for name, edit in self._reward_edits:
-            edited = edit.apply(view, reduce(edit.local_stats(view)))
+            edited = self._apply(edit, replace(view, replies=answers[name]), reduce)
             _check_reward_edit(name, view, edited)
-            before, after = (self.baseline.tokens(view.batch, v.reward) for v in (view, edited))
-            measured[name] = _measure(before, after, trained)
+            changes[name] = self._reward_change(edit, view, edited, layout)
             view = edited
-        view = replace(view, advantage=self.baseline.tokens(view.batch, view.reward))
+
+        value = self.baseline.trajectory(batch, view.reward)
+        view = replace(view, advantage=broadcast(batch, value), replies=())
+        masses = Masses.constant(value, counts)
+
         for name, edit in self._advantage_edits:
-            edited = edit.apply(view, reduce(edit.local_stats(view)))
-            _check_advantage_edit(name, view, edited, trained)
-            measured[name] = _measure(view.advantage, edited.advantage, trained)
-            view = edited
-        total = reduce({name: Stat(Reduce.SUM, value) for name, value in measured.items()})
-        reports = tuple(_report(name, edit, total[name]) for name, edit in self._edits)
-        for (name, edit), report in zip(self._edits, reports, strict=True):
-            _check_conservation(name, edit, report)
-        return view, reports
+            edited = self._apply(edit, replace(view, replies=answers[name]), reduce)
+            _check_advantage_edit(name, view, edited)
+            before, after = view.advantage, edited.advantage
+            new, changed = (masses, 0) if after is before else token_masses(batch, after, trained, name, before)
+            broken = violations(layout, edit.traits.conserves, (masses, new), partial(_pair, before, after))
+            changes[name] = Change(masses, new, changed, broken)
+            view, masses = replace(edited, replies=()), new
+
+        return view, self._reports(changes, int(counts.sum()), reduce)
+
+    @staticmethod
+    def _apply(edit: CreditEdit, view: CreditView, reduce: Reduction) -> CreditView:
+        return edit.apply(view, reduce(edit.local_stats(view)))
+
+    def _answers(self, view: CreditView, replies: Replies | None) -> Replies:
+        if replies is None:
+            asking = [name for name, asked in self.requests(view).items() if asked]
+            if asking:
+                raise CreditError(f"credit edits {', '.join(asking)} ask for scores: run their requests first")
+            return {name: () for name, _ in self._edits}
+        names = {name for name, _ in self._edits}
+        if set(replies) != names:
+            raise CreditError(f"replies for edits {sorted(replies)}, the pipeline has {sorted(names)}")
+        return replies
+
+    def _reward_change(self, edit: CreditEdit, old: CreditView, new: CreditView, layout: Layout) -> Change:
+        batch, counts = layout.batch, layout.counts
+        before, after = (self.baseline.trajectory(batch, view.reward) for view in (old, new))
+        changed = int(counts[~np.isclose(before, after, rtol=1e-9, atol=1e-12)].sum())
+        old_masses, new_masses = Masses.constant(before, counts), Masses.constant(after, counts)
+
+        def tokens() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+            return broadcast(batch, before), broadcast(batch, after)
+
+        broken = violations(layout, edit.traits.conserves, (old_masses, new_masses), tokens)
+        return Change(old_masses, new_masses, changed, broken)
+
+    def _reports(self, changes: Mapping[str, Change], trained: int, reduce: Reduction) -> tuple[EditReport, ...]:
+        stats = {f"{name}/sums": Stat(Reduce.SUM, change.sums(trained)) for name, change in changes.items()}
+        stats |= {f"{name}/worst": Stat(Reduce.MAX, change.worst()) for name, change in changes.items()}
+        total = reduce(stats)
+        reports = tuple(report(name, edit.traits.slot, total[f"{name}/sums"]) for name, edit in self._edits)
+        for (name, edit), result in zip(self._edits, reports, strict=True):
+            check_conserved(name, edit, result, total[f"{name}/worst"], changes[name].violations)
+        return reports
 
     def state_dict(self) -> dict[str, Any]:
         return {name: edit.state_dict() for name, edit in self._edits}
@@ -171,15 +204,13 @@ class Pipeline:
             edit.load_state_dict(state[name])
 
 
-def _report(name: str, edit: CreditEdit, total: NDArray[Any]) -> EditReport:
-    before_plus, before_minus, after_plus, after_minus = (float(x) for x in total[:4])
-    return EditReport(
-        name, edit.traits.slot, before_plus, before_minus, after_plus, after_minus, int(total[4]), int(total[5])
-    )
+def _pair(before: NDArray[np.float64], after: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    return before, after
 
 
 def _check_reward_edit(name: str, before: CreditView, after: CreditView) -> None:
-    if after.batch is not before.batch or not np.array_equal(after.advantage, before.advantage):
+    same = after.advantage is before.advantage or np.array_equal(after.advantage, before.advantage)
+    if after.batch is not before.batch or not same:
         raise CreditError(f"credit edit {name!r} is reward-side: it may change the reward alone")
     if after.reward.shape != before.reward.shape:
         raise CreditError(f"credit edit {name!r}: reward {after.reward.shape}, expected {before.reward.shape}")
@@ -189,32 +220,11 @@ def _check_reward_edit(name: str, before: CreditView, after: CreditView) -> None
         raise CreditError(f"credit edit {name!r}: reward of {after.batch.trajectory_id[at]!r} is {after.reward[at]}")
 
 
-def _check_advantage_edit(name: str, before: CreditView, after: CreditView, trained: NDArray[np.bool_]) -> None:
+def _check_advantage_edit(name: str, before: CreditView, after: CreditView) -> None:
     if after.batch is not before.batch or not np.array_equal(after.reward, before.reward):
         raise CreditError(f"credit edit {name!r} is advantage-side: it may change the advantage alone")
-    if after.advantage.shape != before.advantage.shape:
-        raise CreditError(f"credit edit {name!r}: advantage {after.advantage.shape}, expected {before.advantage.shape}")
-    for bad, what in (
-        (~np.isfinite(after.advantage), "not finite"),
-        (~trained & (after.advantage != 0), "not trained"),
-    ):
-        if np.any(bad):
-            at = int(np.argmax(bad))
-            owner = after.batch.trajectory_id[int(after.batch.token_trajectory()[at])]
-            value = after.advantage[at]
-            raise CreditError(f"credit edit {name!r}: token {at} of trajectory {owner!r} is {what}, advantage {value}")
-
-
-def _check_conservation(name: str, edit: CreditEdit, report: EditReport) -> None:
-    masses = {
-        "sum": (report.positive_before + report.negative_before, report.positive_after + report.negative_after),
-        "positive_mass": (report.positive_before, report.positive_after),
-        "negative_mass": (report.negative_before, report.negative_after),
-    }
-    size = max(1.0, report.positive_before - report.negative_before)
-    for what in sorted(edit.traits.conserves):
-        before, after = masses[what]
-        if abs(after - before) > 1e-6 * size:
-            raise CreditError(
-                f"credit edit {name!r} declares that it conserves {what}: {before:.9g} became {after:.9g}"
-            )
+    if after.advantage.shape != before.advantage.shape or after.advantage.dtype != np.float64:
+        raise CreditError(
+            f"credit edit {name!r}: advantage {after.advantage.dtype} {after.advantage.shape}, expected float64 "
+            f"{before.advantage.shape}"
+        )

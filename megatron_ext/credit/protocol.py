@@ -8,7 +8,8 @@ An edit is three pure functions, so that a batch held by one rank or by four giv
 
 Invariants of every edit (specs, section 7; the contract test reads ``EditTraits`` and checks what is declared):
 a. masked tokens keep advantage 0;  b. splitting a trajectory into segments changes nothing;  c. declared sums hold;
-d. permuting rollouts permutes the output;  e. a group of identical rewards gives exactly 0;  f. a group of one gives 0.
+d. permuting rollouts permutes the output;  e. a group of identical rewards gives exactly 0;  f. a group of one gives 0;
+g. rows of one turn each and merged rows give each turn the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ext.credit.scoring import ScoreReply, ScoreRequest
+from megatron_ext.credit.turns import Layout, Turns
 from megatron_ext.trajectory.record import TrajectoryBatch
 
 
@@ -53,8 +56,8 @@ class Slot(StrEnum):
 @dataclass(frozen=True)
 class EditTraits:
     """What an edit declares. ``breaks`` lists the invariants (letters of section 7) that its own formula gives up;
-    ``conserves`` names what is equal before and after: ``sum`` (of A over trained tokens), ``positive_mass``,
-    ``negative_mass``, or nothing. ``own_signal`` edits keep constant groups from being filtered."""
+    ``conserves`` names what is equal before and after (``conservation.CONSERVED`` says what each is), or nothing;
+    ``own_signal`` edits keep constant groups from being filtered."""
 
     slot: Slot = Slot.ADVANTAGE
     scale: Scale = Scale.KEEPS
@@ -64,27 +67,13 @@ class EditTraits:
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
-    """One scoring forward: row ``segment`` under another context or other weights.
-
-    ``context_ids`` int32 [C] replaces what stood before ``positions`` (None = as recorded); ``positions`` int64 [P] are
-    token indices of the batch; ``weights_ref`` names the weights (``current``, ``reference``, a snapshot or teacher);
-    ``outputs`` are names among ``logp``, ``entropy``, ``value``, ``topk``, ``hidden``. The reply aligns to them.
-    """
-
-    segment: int
-    context_ids: NDArray[np.int32] | None
-    positions: NDArray[np.int64]
-    weights_ref: str = "current"
-    outputs: tuple[str, ...] = ("logp",)
-
-
-@dataclass(frozen=True)
 class CreditView:
     """What edits read and replace.
 
     ``reward`` float64 [J] (reward-side), ``advantage`` float64 [T] (advantage-side; 0 where the loss mask is 0),
-    ``scores`` name -> array aligned to tokens or to a request's positions, ``step`` the optimizer-step batch.
+    ``scores`` name -> array aligned to tokens, ``step`` the optimizer-step batch, ``replies`` to the requests of the
+    edit that sees the view, in their order. ``trained`` bool [T], ``counts`` int64 [J] of them, and the model ``turns``
+    follow from the batch; views made from one another share them.
     """
 
     batch: TrajectoryBatch
@@ -92,6 +81,33 @@ class CreditView:
     advantage: NDArray[np.float64]
     scores: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     step: int = 0
+    replies: Sequence[ScoreReply] = ()
+    layout: Layout | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.layout is None or self.layout.batch is not self.batch:
+            object.__setattr__(self, "layout", Layout(self.batch))
+
+    @property
+    def _layout(self) -> Layout:
+        assert self.layout is not None, "set when the view is made"
+        return self.layout
+
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        return self._layout.trained
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        return self._layout.counts
+
+    @property
+    def turns(self) -> Turns:
+        return self._layout.turns
+
+
+class CreditError(ValueError):
+    """An edit that breaks what it declared, or edits that do not go together; the message names them."""
 
 
 class CreditEdit(Protocol):

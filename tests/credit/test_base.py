@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.credit.base import Baseline, base_advantage, trained_tokens
+from megatron_ext.credit.base import Baseline
+from megatron_ext.credit.levels import trained_tokens
 from megatron_ext.trajectory.record import Status
 from tests.helpers.records import Group, build, described_batches, model, single, user
 
@@ -22,21 +23,21 @@ def test_numbers_by_hand() -> None:
         (single(turns, reward=1.0),),
     ]
     batch = build(groups)
-    assert base_advantage(batch, eps=0.0).tolist() == [0, 1, 0, 0, -1, 0, 0, 0, 0, 0, 0, 0]
-    assert base_advantage(batch, normalize="mean").tolist() == [0, 0.5, 0, 0, -0.5, 0, 0, 0, 0, 0, 0, 0]
-    assert base_advantage(batch, normalize="none").tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]
+    assert Baseline(eps=0.0).tokens(batch, batch.reward).tolist() == [0, 1, 0, 0, -1, 0, 0, 0, 0, 0, 0, 0]
+    assert Baseline(normalize="mean").tokens(batch, batch.reward).tolist() == [0, 0.5, 0, 0, -0.5, 0, 0, 0, 0, 0, 0, 0]
+    assert Baseline(normalize="none").tokens(batch, batch.reward).tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]
 
 
 @settings(max_examples=40, deadline=None)
 @given(described_batches())
 def test_masks_votes_and_broadcast(groups: list[Group]) -> None:
     batch = build(groups)
-    got = base_advantage(batch)
+    got = Baseline().tokens(batch, batch.reward)
     trained, owner = trained_tokens(batch), batch.token_trajectory()
     assert got.dtype == np.float64 and not got[~trained].any()  # invariant 1
     assert not got[~batch.trainable()[owner]].any()
     changed = np.where(batch.trainable(), batch.reward, batch.reward + 7)  # invariant 2
-    assert np.array_equal(base_advantage(batch.with_rewards(changed)), got)
+    assert np.array_equal(Baseline().tokens(batch, changed), got)
     for j in range(batch.num_trajectories):  # invariant 3
         assert len(set(got[trained & (owner == j)].tolist())) <= 1
 

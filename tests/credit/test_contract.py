@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron_ext.credit.base import trained_tokens
 from megatron_ext.credit.edits.length_penalty import LengthPenalty
 from megatron_ext.credit.edits.whiten import Whiten
+from megatron_ext.credit.levels import trained_tokens
 from megatron_ext.credit.protocol import CreditView, EditTraits, ScoreRequest, Stat
 from tests.helpers.credit_contract import MakeEdit, advantage, check_contract, check_ranks
 from tests.helpers.records import Group, Traj, build, model, random_groups, single, user
@@ -20,6 +20,8 @@ from tests.helpers.records import Group, Traj, build, model, random_groups, sing
 EDITS: Mapping[str, MakeEdit] = {
     "whiten_tokens": lambda: Whiten(over="tokens"),
     "whiten_tokens_centred": lambda: Whiten(over="tokens", center=True),
+    "whiten_turns": lambda: Whiten(over="turns", ddof=1),
+    "whiten_turns_centred": lambda: Whiten(over="turns", center=True),
     "whiten_trajectories": lambda: Whiten(over="trajectories"),
     "whiten_trajectories_centred": lambda: Whiten(over="trajectories", center=True),
     "length_tokens": lambda: LengthPenalty(coefficient=0.5, free=3, limit=12),
@@ -37,8 +39,8 @@ def test_contract(make: MakeEdit, seed: int) -> None:
 @every_edit
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_split_over_ranks(make: MakeEdit, ranks: int) -> None:
-    check_ranks(make, random_groups(7, groups=6), ranks)
-    check_ranks(make, random_groups(8, groups=2), ranks)  # fewer groups than ranks: some hold nothing
+    check_ranks(make, random_groups(7, groups=6), ranks, exact=True)
+    check_ranks(make, random_groups(8, groups=2), ranks, exact=True)  # fewer groups than ranks: some hold nothing
 
 
 @every_edit
@@ -68,6 +70,12 @@ class Bad:
             changed = view.advantage + 1.0
         elif self.kind == "per_segment":  # breaks b
             changed = view.advantage * (1 + batch.token_segment() - batch.token_segment().min())
+        elif self.kind == "per_entry":  # breaks g: what stands first in its row counts double
+            first = np.zeros(batch.num_tokens, dtype=bool)
+            spans = zip(batch.segment_turns, batch.segment_turns[1:], strict=False)
+            for turn in (n for a, b in spans for n in [*(i for i in range(a, b) if batch.turn_role[i] == 3)][:1]):
+                first[batch.turn_start[turn] : batch.turn_end[turn]] = True
+            changed = np.where(first, 2 * view.advantage, view.advantage)
         elif self.kind == "first":  # breaks d
             changed = view.advantage * np.linspace(1.0, 2.0, batch.num_trajectories)[batch.token_trajectory()]
         else:  # local: a mean over what this rank holds, without a reduction
@@ -87,6 +95,7 @@ class Bad:
         ("constant", "", "invariant e"),
         ("constant", "e", "invariant f"),
         ("per_segment", "d", "b: cut"),
+        ("per_entry", "b", "g: rows of one turn"),
         ("first", "", "d: "),
     ],
 )
@@ -116,10 +125,14 @@ def test_whitening_numbers() -> None:
     got = advantage(lambda: Whiten(center=True), batch).advantage[trained]
     assert (got.mean(), got.std()) == (pytest.approx(0.0, abs=1e-12), pytest.approx(1.0))
     got = advantage(lambda: Whiten(over="trajectories"), batch).advantage[trained]
+    turn_units = advantage(lambda: Whiten(over="turns"), batch).advantage[trained]
+    np.testing.assert_allclose(turn_units, got)  # one turn a trajectory
     firsts = got[[0, 1, 4, 6, 8]]
     assert np.mean(firsts**2) == pytest.approx(1.0) and np.mean(got**2) != pytest.approx(1.0)
     with pytest.raises(ValueError, match="over 'rows'"):
         Whiten(over="rows")
+    with pytest.raises(ValueError, match="ddof 2"):
+        Whiten(ddof=2)
 
 
 @pytest.mark.parametrize("center", [True, False])

@@ -1,4 +1,4 @@
-"""Invariants 1-4 of ``credit/pipeline.py``, and how statistics combine."""
+"""Invariants 1-5 of ``credit/pipeline.py``, and how statistics combine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron_ext.credit.base import Baseline, base_advantage
+from megatron_ext.credit.base import Baseline
 from megatron_ext.credit.edits.length_penalty import LengthPenalty
 from megatron_ext.credit.edits.whiten import Whiten
-from megatron_ext.credit.pipeline import CreditError, Pipeline, combine, local, open_view
-from megatron_ext.credit.protocol import CreditEdit, CreditView, EditTraits, Reduce, ScoreRequest, Slot, Stat
+from megatron_ext.credit.pipeline import Pipeline, by_edit, combine, flat, local, open_view
+from megatron_ext.credit.protocol import CreditEdit, CreditError, CreditView, EditTraits, Reduce, Slot, Stat
+from megatron_ext.credit.scoring import ScoreReply, ScoreRequest
 from megatron_ext.tracking.names import lookup
 from megatron_ext.trajectory.record import TrajectoryBatch, equal, select_groups
 from tests.helpers.records import build, model, random_groups, single, user
@@ -29,9 +30,11 @@ class Edit:
     calls: int = 0
     log: list[str] = field(default_factory=list)
     name: str = ""
+    asks: Sequence[ScoreRequest] = ()
+    got: Sequence[ScoreReply] = ()
 
     def requests(self, view: CreditView) -> Sequence[ScoreRequest]:
-        return (ScoreRequest(0, None, np.arange(2)),)
+        return self.asks
 
     def local_stats(self, view: CreditView) -> Mapping[str, Stat]:
         return {}
@@ -39,6 +42,7 @@ class Edit:
     def apply(self, view: CreditView, reduced: Mapping[str, NDArray[Any]]) -> CreditView:
         self.calls += 1
         self.log.append(self.name)
+        self.got = view.replies
         return self.change(view)
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,7 +72,7 @@ def batch() -> TrajectoryBatch:
 def test_without_edits_it_is_the_base_advantage() -> None:
     batch = build(random_groups(2))
     view, reports = Pipeline().run(open_view(batch))
-    assert np.array_equal(view.advantage, base_advantage(batch)) and reports == ()
+    assert np.array_equal(view.advantage, Baseline().tokens(batch, batch.reward)) and reports == ()
     assert view.reward.dtype == view.advantage.dtype == np.float64
 
 
@@ -136,6 +140,14 @@ def shorter(view: CreditView) -> CreditView:
     return replace(view, advantage=view.advantage[:-1])
 
 
+def first_half(view: CreditView) -> CreditView:
+    return replace(view, advantage=view.advantage * np.where(np.arange(6) < 4, 0.5, 1.0))
+
+
+def single_precision(view: CreditView) -> CreditView:
+    return replace(view, advantage=view.advantage.astype(np.float32))
+
+
 def rewards(view: CreditView) -> CreditView:
     return replace(view, reward=view.reward + 1.0)
 
@@ -156,6 +168,11 @@ def infinite(view: CreditView) -> CreditView:
         (scaled, EditTraits(conserves=frozenset({"sum"})), "'bad' declares that it conserves sum: 2 became 4"),
         (scaled, EditTraits(conserves=frozenset({"positive_mass"})), "conserves positive_mass: 3 became 6"),
         (scaled, EditTraits(conserves=frozenset({"negative_mass"})), "conserves negative_mass: -1 became -2"),
+        (scaled, EditTraits(conserves=frozenset({"group_sum"})), "conserves group_sum: .* in group 'group0'"),
+        (scaled, EditTraits(conserves=frozenset({"trajectory_sum"})), "conserves trajectory_sum: .* 'g0/s0'"),
+        (scaled, EditTraits(conserves=frozenset({"turn_sum"})), "conserves turn_sum: .* turn 1 of trajectory 'g0/s0'"),
+        (first_half, EditTraits(conserves=frozenset({"group_balance"})), "conserves group_balance: .* 'group0'"),
+        (single_precision, EditTraits(), "'bad': advantage float32"),
     ],
 )
 def test_what_an_edit_did_is_checked(  # invariant 3
@@ -169,7 +186,8 @@ def test_what_is_conserved_passes(batch: TrajectoryBatch) -> None:
     def move(view: CreditView) -> CreditView:  # the same positive mass, on other tokens of the trajectory
         return replace(view, advantage=view.advantage * [1, 0.5, 0.5, 2, 1, 1])
 
-    traits = EditTraits(conserves=frozenset({"sum", "positive_mass", "negative_mass"}))
+    conserves = {"sum", "positive_mass", "negative_mass", "group_sum", "trajectory_sum", "turn_sum", "group_balance"}
+    traits = EditTraits(conserves=frozenset(conserves))
     _, (report,) = Pipeline([("move", Edit(move, traits))]).run(open_view(batch))
     assert report.changed == 3
 
@@ -186,7 +204,7 @@ def test_reductions_are_one_an_edit_and_one_at_the_end(batch: TrajectoryBatch) -
     for part in (batch, select_groups(batch, [])):
         calls.clear()
         view, reports = Pipeline(edits).run(open_view(part), counting)
-        assert calls == [0, 0, 1, 3] and len(reports) == 3 and equal(view.batch, part)
+        assert calls == [0, 0, 1, 6] and len(reports) == 3 and equal(view.batch, part)
 
 
 def test_state_and_requests_go_by_name(batch: TrajectoryBatch) -> None:
@@ -200,6 +218,41 @@ def test_state_and_requests_go_by_name(batch: TrajectoryBatch) -> None:
     assert set(one.requests(open_view(batch))) == {"a", "b"} and one.own_signal and not Pipeline().own_signal
     with pytest.raises(CreditError, match=r"missing \['b'\], unexpected \['c'\]"):
         one.load_state_dict({"a": {"calls": 1}, "c": {}})
+
+
+def test_replies_go_to_the_edit_that_asked(batch: TrajectoryBatch) -> None:  # invariant 5
+    def ask(count: int) -> tuple[ScoreRequest, ...]:
+        return tuple(ScoreRequest(0, None, np.array([1, 2])) for _ in range(count))
+
+    def reply(value: float) -> ScoreReply:
+        return ScoreReply(logp=np.full(2, value, dtype=np.float32))
+
+    edits = [
+        ("a", Edit(unchanged, REWARD_SIDE, asks=ask(2))),
+        ("b", Edit(unchanged)),
+        ("c", Edit(unchanged, asks=ask(1))),
+    ]
+    view, pipeline = open_view(batch), Pipeline(edits)
+    requests = pipeline.requests(view)
+    assert [len(asked) for asked in requests.values()] == [2, 0, 1] and len(flat(requests)) == 3
+    replies = by_edit(requests, [reply(-1.0), reply(-2.0), reply(-3.0)])
+    done, _ = pipeline.run(view, replies=replies)
+    got = [[float(r.logp[0]) for r in edit.got if r.logp is not None] for _, edit in edits]
+    assert got == [[-1.0, -2.0], [], [-3.0]] and done.replies == ()
+    with pytest.raises(CreditError, match="credit edits a, c ask for scores"):
+        pipeline.run(view)
+    with pytest.raises(CreditError, match="2 replies to 3 scoring requests"):
+        by_edit(requests, [reply(-1.0), reply(-2.0)])
+    with pytest.raises(CreditError, match=r"replies for edits \['a'\]"):
+        pipeline.run(view, replies={"a": replies["a"]})
+
+
+def test_views_share_what_follows_from_the_batch(batch: TrajectoryBatch) -> None:
+    view = open_view(batch)
+    other = replace(view, advantage=view.advantage + 1.0)
+    assert other.turns is view.turns and other.trained is view.trained and other.counts.tolist() == [3, 1]
+    moved = replace(view, batch=select_groups(batch, [0]))
+    assert moved.turns.batch is moved.batch
 
 
 def test_combine_over_ranks() -> None:

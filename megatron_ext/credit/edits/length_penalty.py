@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.credit.base import trained_tokens
 from megatron_ext.credit.protocol import CreditView, EditTraits, Scale, ScoreRequest, Slot, Stat
-from megatron_ext.trajectory.record import Role
 
 UNITS = ("tokens", "turns")
 
@@ -54,11 +52,7 @@ class LengthPenalty:
 
     def apply(self, view: CreditView, reduced: Mapping[str, NDArray[Any]]) -> CreditView:
         batch = view.batch
-        if self.unit == "tokens":
-            owner = batch.token_trajectory()[trained_tokens(batch)]
-        else:
-            owner = batch.turn_trajectory()[batch.turn_role == Role.MODEL]
-        spent = np.bincount(owner, minlength=batch.num_trajectories)
+        spent = view.counts if self.unit == "tokens" else np.diff(view.turns.offsets)
         charge = np.clip((spent - self.free) / (self.limit - self.free), 0.0, 1.0)
         if self.successes_only:
             charge = np.where(batch.success, charge, 0.0)
