@@ -20,6 +20,7 @@ from megatron_ext.credit.levels import broadcast
 from megatron_ext.trajectory.record import TrajectoryBatch
 
 NORMALIZE = ("std", "mean", "none")
+LARGEST = 2.0**43  # squared differences of two such rewards still have an exact sum (``credit/exact.py``)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,13 @@ class Baseline:
     def trajectory(self, batch: TrajectoryBatch, reward: NDArray[Any]) -> NDArray[np.float64]:
         """Advantage of each trajectory, float64 [J], from ``reward`` [J]."""
         present = batch.trainable()
+        beyond = present & (np.abs(reward) > LARGEST)
+        if np.any(beyond):
+            at = int(np.argmax(beyond))
+            raise ValueError(
+                f"reward of {batch.trajectory_id[at]!r} is {reward[at]:g}, beyond 2^43 in size: scale it, or mark its "
+                "trajectory REWARD_INVALID"
+            )
         if self.normalize == "none":
             return np.where(present, np.asarray(reward, dtype=np.float64), 0.0)
         return group_normalize(

@@ -17,7 +17,7 @@ from megatron_ext.losses.surrogate import PolicyTerm, Surrogate
 class CISPO(PolicyTerm):
     """``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`` (MiniMax-M1 2025, eq. 4-5; MiniMax-M2, eq. 2-3).
 
-    ``clip_low`` 1 is no lower bound, as in the papers, which do not disclose ``clip_high``.
+    ``clip_low`` 1 is no lower bound, as in the papers, which do not disclose ``clip_high``: 4 is ours.
     ``policy/clip_fraction_low`` and ``_high`` count weights held by a bound; none is stopped.
     """
 

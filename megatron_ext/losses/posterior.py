@@ -25,8 +25,8 @@ class PosteriorMatching(PolicyTerm):
 
     ``s`` is the mean over the unit's trained tokens of ``log pi_current - log pi_old``; the advantage is the step's
     pointwise credit (one value a unit). ``d loss / d s = p - q``, which vanishes at ``s* = logit(q)``, about ``4 A /
-    tau`` nats a token: ``tau`` is the trust region. ``q`` is clipped to ``[floor, 1 - floor]``. Each of a unit's tokens
-    carries the unit's loss, so that a mean over steps is a matter of the weights.
+    tau`` nats a token: ``tau`` is the trust region. ``q`` is clipped to ``[floor, 1 - floor]``. The values of both keys
+    are ours. Each of a unit's tokens carries the unit's loss, so that a mean over steps is a matter of the weights.
 
     More metrics: ``policy/target_clipped`` (share of tokens whose target was clipped), ``policy/target_gap`` (mean
     ``|p - q|``), ``policy/past_target`` (share of tokens whose unit has gone beyond its target).

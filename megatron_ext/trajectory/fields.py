@@ -93,7 +93,7 @@ TUPLE_FIELDS = ("trajectory_id", "harness", "group_id", "task_id")
 
 def frozen(name: str, value: Any, dtype: Any) -> Array:
     """A read-only contiguous array of ``dtype`` (None: its own). One that is handed over whole is frozen in place,
-    without a copy: the giver's later write fails loudly. A view of memory that others can still write is copied.
+    without a copy: the giver's later write fails loudly. A view of an array that can still be written is copied.
 
     Raises ``RecordError`` when an integer or boolean array would not keep every value (floats may round).
     """
@@ -104,8 +104,19 @@ def frozen(name: str, value: Any, dtype: Any) -> Array:
             bad = np.broadcast_to(given != array, array.shape)
             at = np.unravel_index(int(np.argmax(bad)), bad.shape)
             raise RecordError(f"{name}: {given[at]} at {', '.join(map(str, at))} is no {array.dtype} value")
-    if array.flags.writeable:
-        if not array.flags.owndata:
-            array = array.copy()
-        array.flags.writeable = False
+    if _writable_behind(array):
+        array = array.copy()
+    array.flags.writeable = False
     return array
+
+
+def _writable_behind(array: Array) -> bool:
+    """Whether a view, itself read-only or not, shows memory that can be written through it or the arrays it is of."""
+    if array.flags.owndata:
+        return False
+    view: Any = array
+    while isinstance(view, np.ndarray):
+        if view.flags.writeable:
+            return True
+        view = view.base
+    return False

@@ -101,8 +101,8 @@ def pack(
     """Packs rows of ``lengths`` int [R] tokens under ``cap`` tokens a micro-batch and context-parallel rank.
 
     ``groups`` int [R] names the rollout of each row (None: each row is its own); ``context`` is the context-parallel
-    size. Raises ``PackingError`` on a row longer than the cap. The fewest micro-batches that the tokens allow are tried
-    first, then one more; the better balanced wins.
+    size. Raises ``PackingError`` on a row longer than the cap. The fewest micro-batches that the tokens allow and one
+    more are tried, and the better balanced wins; rows that fit into neither get as many as best fit needs.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if cap < 1 or ranks < 1 or context < 1 or sizes.ndim != 1 or np.any(sizes < 0):
@@ -131,25 +131,37 @@ def check_cap(lengths: NDArray[np.int64], cap: int, context: int = 1) -> None:
 
 
 def place(items: Items, cap: int, ranks: int, total_tokens: int) -> PackPlan:
-    """The better balanced of the two smallest counts of micro-batches that hold ``items``, none over ``cap`` tokens.
+    """The better balanced of the fewest micro-batches that the tokens allow and one more, none over ``cap`` tokens;
+    where neither holds ``items``, as few as best fit needs.
 
     ``total_tokens`` bounds the count from below. One micro-batch even without rows: every rank enters the step's
     collectives the same number of times.
     """
     fewest = max(1, -(-total_tokens // (cap * ranks)))
     best: PackPlan | None = None
-    for count in range(fewest, fewest + len(items.rows) + 1):
+    for count in (fewest, fewest + 1):
         bins = _fill(items, cap, count * ranks)
         if bins is None:
             continue
         plan = _plan(bins, items, ranks)
         if best is None or plan.step_cost < best.step_cost * 0.999:
             best = plan
-        if count > fewest:
-            break
-    if best is None:  # with a bin for each item every item fits
-        raise PackingError(f"an item of {int(items.tokens.max())} tokens is larger than the cap of {cap}")
+    if best is None:
+        bins = _fill(items, cap, -(-_best_fit(items, cap, (fewest + 1) * ranks) // ranks) * ranks)
+        assert bins is not None  # best fit with as many bins as it took fills them again
+        best = _plan(bins, items, ranks)
     return best
+
+
+def _best_fit(items: Items, cap: int, bins: int) -> int:
+    """How many bins best fit uses when there is always another one; ``bins`` are known to be too few."""
+    if np.any(items.tokens > cap):
+        raise PackingError(f"an item of {int(items.tokens.max())} tokens is larger than the cap of {cap}")
+    filled: _Bins | None = None
+    while filled is None:
+        bins *= 2
+        filled = _fit(items, cap, bins, by_cost=False)
+    return sum(1 for content in filled.content if content)
 
 
 def _whole_rollouts(sizes: NDArray[np.int64], cap: int, groups: ArrayLike | None) -> list[NDArray[np.int64]]:
@@ -195,30 +207,33 @@ def _fill(items: Items, cap: int, bins: int) -> _Bins | None:
 
     Cost alone can strand tokens; then best fit by tokens, which packs tighter, is tried.
     """
+    filled = _fit(items, cap, bins, by_cost=True)
+    return _fit(items, cap, bins, by_cost=False) if filled is None else filled
+
+
+def _fit(items: Items, cap: int, bins: int, *, by_cost: bool) -> _Bins | None:
+    """One try of ``_fill``: each item to the bin that it leaves cheapest, or fullest."""
     size, cost = items.tokens, items.costs
     order = np.lexsort((np.arange(len(size)), -size))
-    for by_cost in (True, False):
-        load, held = np.zeros(bins), np.zeros(bins, dtype=np.int64)
-        content: list[list[int]] = [[] for _ in range(bins)]
-        # common[b, i]: tokens of item i's prefix that bin b holds already
-        common = None if items.shared is None else np.zeros((bins, len(size)), dtype=np.int64)
-        for item in order.tolist():
-            if common is None:
-                after, dearer = held + size[item], load + cost[item]
-            else:
-                after = held + size[item] - common[:, item]
-                dearer = load + cost[item] - items.prefix_cost(common[:, item])
-            key = np.where(after <= cap, dearer if by_cost else -after, np.inf)
-            at = int(key.argmin())
-            if after[at] > cap:
-                break
-            content[at].append(item)
-            held[at], load[at] = after[at], dearer[at]
-            if common is not None and items.shared is not None:
-                np.maximum(common[at], items.shared(item), out=common[at])
+    load, held = np.zeros(bins), np.zeros(bins, dtype=np.int64)
+    content: list[list[int]] = [[] for _ in range(bins)]
+    # common[b, i]: tokens of item i's prefix that bin b holds already
+    common = None if items.shared is None else np.zeros((bins, len(size)), dtype=np.int64)
+    for item in order.tolist():
+        if common is None:
+            after, dearer = held + size[item], load + cost[item]
         else:
-            return _Bins(content, held, load)
-    return None
+            after = held + size[item] - common[:, item]
+            dearer = load + cost[item] - items.prefix_cost(common[:, item])
+        key = np.where(after <= cap, dearer if by_cost else -after, np.inf)
+        at = int(key.argmin())
+        if after[at] > cap:
+            return None
+        content[at].append(item)
+        held[at], load[at] = after[at], dearer[at]
+        if common is not None and items.shared is not None:
+            np.maximum(common[at], items.shared(item), out=common[at])
+    return _Bins(content, held, load)
 
 
 def _plan(bins: _Bins, items: Items, ranks: int) -> PackPlan:

@@ -52,13 +52,21 @@ class _Ends:
 
 class _Edge:
     """Tokens from depth ``start`` on. ``writer[i]`` is the last sequence that sampled token i, or else the first whose
-    prompt has it. The buffers may be longer than ``size``: a leaf grows in place."""
+    prompt has it. The buffers may be longer than ``size``: a leaf grows in place. ``latest`` is the highest writer of a
+    child's first token, with that token; ``sampled`` the highest that sampled it."""
 
     def __init__(self, start: int, ids: NDArray[np.int32], writer: NDArray[np.int32], size: int) -> None:
         self.start, self.ids, self.writer, self.size = start, ids, writer, size
         self.children: dict[int, _Edge] = {}
         self.depths: list[int] = []
         self.ends: dict[int, _Ends] = {}
+        self.latest = self.sampled = (NONE, NONE)
+
+    def note(self, writer: int, token: int, sampled: bool) -> None:
+        """Takes up the writer of a child's first token; writers come in rising order."""
+        self.latest = (writer, token)
+        if sampled:
+            self.sampled = self.latest
 
     def append(self, ids: NDArray[np.int32], writer: int) -> None:
         after = self.size + len(ids)
@@ -76,6 +84,7 @@ class _Edge:
         """Keeps the first ``at`` tokens and hands the rest to an only child. Views, not copies."""
         rest = _Edge(self.start + at, self.ids[at:], self.writer[at:], self.size - at)
         rest.children, self.children = self.children, {int(self.ids[at]): rest}
+        rest.latest, rest.sampled, self.latest, self.sampled = self.latest, self.sampled, (NONE, NONE), (NONE, NONE)
         cut = bisect_right(self.depths, rest.start)
         rest.depths, self.depths = self.depths[cut:], self.depths[:cut]
         rest.ends = {depth: self.ends.pop(depth) for depth in rest.depths}
@@ -146,9 +155,7 @@ class PrefixIndex:
             if place.at < place.edge.size:
                 against, other = int(place.edge.writer[place.at]), int(place.edge.ids[place.at])
             else:
-                following = [(int(edge.writer[0]), token) for token, edge in place.edge.children.items()]
-                sampled = [pair for pair in following if place.depth >= self._prompt_sizes[pair[0]]]
-                against, other = max(sampled or following, default=(NONE, NONE))
+                against, other = place.edge.latest if place.edge.sampled[0] == NONE else place.edge.sampled
         return Found(parent, end, free, place.depth, holder, against, other)
 
     def _grow(self, place: _Place, rest: NDArray[np.int32], sequence: int) -> _Place:
@@ -158,8 +165,11 @@ class PrefixIndex:
         edge = place.edge
         if place.at < edge.size:
             edge.split(place.at)
+            writer = int(edge.writer[place.at])
+            edge.note(writer, int(edge.ids[place.at]), place.depth >= self._prompt_sizes[writer])
         if edge is self._root or edge.children:
             child = _Edge(place.depth, rest.copy(), np.full(len(rest), sequence, dtype=np.int32), len(rest))
+            edge.note(sequence, int(rest[0]), place.depth >= self._prompt_sizes[sequence])
             edge.children[int(rest[0])] = edge = child
         else:
             edge.append(rest, sequence)
@@ -174,6 +184,7 @@ class PrefixIndex:
                 child = edge.children.get(int(ids[done]))
                 if child is None:
                     break
+                edge.note(sequence, int(ids[done]), sampled=True)
                 edge, at = child, 0
             span = min(edge.size - at, len(ids) - done)
             run = _agreement(edge.ids[at : at + span], ids[done : done + span])

@@ -305,7 +305,8 @@ def _join_offsets(arrays: Sequence[Array]) -> Array:
 
 
 def concat(batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
-    """Joins batches in order; the groups of each stay groups of the result."""
+    """Joins batches in order; the groups of each stay groups of the result. Where a batch lacks a reward part, a label
+    or routing that another has, its own read 0, -1 and not valid."""
     if not batches:
         raise RecordError("concat needs at least one batch")
     if len(batches) == 1:

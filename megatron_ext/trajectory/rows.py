@@ -56,7 +56,9 @@ def make_rows(batch: TrajectoryBatch, tokens_per_row: int = 0) -> Rows:
     starts, ends = batch.segment_tokens[:-1], batch.segment_tokens[1:]
     unprompted = (starts < ends) & _at(batch.loss_mask, starts)
     if np.any(unprompted):
-        raise RecordError(f"segment {int(np.argmax(unprompted))} starts with a trained token: it has no context")
+        at = int(np.argmax(unprompted))
+        name = batch.trajectory_id[int(batch.segment_trajectory()[at])]
+        raise RecordError(f"trajectory {name!r}: segment {at} starts with a trained token: it has no context")
     trained = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
     kept = np.flatnonzero(trained[ends] > trained[starts])
     if tokens_per_row == 0:

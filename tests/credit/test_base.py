@@ -47,3 +47,11 @@ def test_bad_settings_are_named() -> None:
         Baseline(normalize="rank")
     with pytest.raises(ValueError, match="std_ddof 3"):
         Baseline(std_ddof=3)
+
+
+def test_a_reward_beyond_exact_sums_names_its_trajectory() -> None:
+    turns = [user([1]), model([2])]
+    batch = build([(single(turns, reward=1e14, name="t/9"), single(turns, reward=3e38, status=Status.REWARD_INVALID))])
+    for normalize in ("std", "none"):
+        with pytest.raises(ValueError, match="reward of 't/9' is 1e.14, beyond 2.43 in size"):
+            Baseline(normalize=normalize).trajectory(batch, batch.reward)

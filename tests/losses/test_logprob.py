@@ -135,6 +135,14 @@ def test_extreme_logits_stay_finite() -> None:
     assert torch.isfinite(logp).all() and torch.isfinite(entropy).all() and torch.isfinite(logits.grad).all()
 
 
+@pytest.mark.parametrize("offset", [40.0, 1e4])
+def test_an_offset_of_all_logits_costs_no_digits(offset: float) -> None:
+    logits, targets = case(32, 500)
+    moved = (logits.detach() + offset).requires_grad_()
+    got = token_logprob_entropy(moved, targets, temperature=1.0)
+    torch.testing.assert_close(got, plain(moved.double(), targets, 1.0), atol=3e-6, rtol=1e-6, check_dtype=False)
+
+
 def test_logits_of_minus_infinity_are_tokens_of_probability_zero() -> None:
     logits, targets = case(6, 11, torch.float64)
     padded = torch.cat([logits.detach(), torch.full((6, 5), -torch.inf, dtype=torch.float64)], dim=1).requires_grad_()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.trajectory import packing
 from megatron_ext.trajectory.packing import PackingError, PackPlan, pack, row_cost, split_optimizer_steps
 from megatron_ext.trajectory.record import TrajectoryBatch
 
@@ -106,6 +108,24 @@ def test_tight_caps_take_no_more_microbatches_than_needed() -> None:
     # Cost alone strands tokens here (7 | 6 3, then 2 and 2 do not fit); best fit finds the two full bins.
     plan = pack([3, 7, 6, 2, 2], cap=10)
     assert sorted(m.tolist() for m in plan.microbatches[0]) == [[0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize(("size", "together"), [(17000, 1), (11000, 2)])
+def test_rows_that_share_no_microbatch_are_not_tried_count_by_count(
+    size: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+    fit = packing._fit
+
+    def counted(*args: Any, **options: Any) -> Any:
+        tries.append(0)
+        return fit(*args, **options)
+
+    monkeypatch.setattr(packing, "_fit", counted)
+    plan = pack(np.full(600, size), cap=32768, ranks=1)
+    check(plan, [size] * 600, 32768, 1)
+    assert plan.num_microbatches == 600 // together
+    assert len(tries) < 12  # a third to a half more micro-batches than the tokens alone would need
 
 
 def test_balance_on_the_reference_workload() -> None:

@@ -178,7 +178,10 @@ def test_routing_that_collides_is_found_out() -> None:
 
 # -- time ------------------------------------------------------------------------------------------------------------
 def test_time_is_linear_in_tokens() -> None:
-    """128 rows of 1k and of 8k tokens, three quarters shared by 16: 8 times the tokens, at most 24 times the time."""
+    """128 rows of 512 and of 32k tokens, three quarters shared by 16: 64 times the tokens; 64^2 would be quadratic.
+
+    The wide margin is for caches and fresh pages, which cost the longer one up to five times as much a token.
+    """
 
     def seconds(length: int) -> float:
         rng = np.random.default_rng(0)
@@ -191,6 +194,6 @@ def test_time_is_linear_in_tokens() -> None:
             taken.append(time.perf_counter() - start)
         return min(taken)
 
-    short, long = seconds(1024), seconds(8192)
-    print(f"{128 * 1024} tokens {1e3 * short:.0f} ms, {128 * 8192} tokens {1e3 * long:.0f} ms")
-    assert long < 24 * short
+    short, long = seconds(512), seconds(32768)
+    print(f"{128 * 512} tokens {1e3 * short:.1f} ms, {128 * 32768} tokens {1e3 * long:.0f} ms")
+    assert long < 12 * 64 * short

@@ -225,6 +225,12 @@ def test_the_giver_cannot_change_a_batch_afterwards() -> None:  # invariant 8
         values["version"][0] = 7
     buffer[0] = 7.0
     assert batch.weight[0] == 1.0
+    ids = values["ids"].copy()
+    shown = ids[:]
+    shown.flags.writeable = False  # a read-only view of what the giver can still write
+    batch = TrajectoryBatch(**{**values, "ids": shown})
+    ids[0] = 7
+    assert batch.ids[0] == values["ids"][0] != 7
 
 
 def test_sizes_names_and_values_are_checked() -> None:

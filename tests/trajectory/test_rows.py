@@ -90,5 +90,5 @@ def test_a_trained_first_token_has_no_context_and_is_refused() -> None:
             "segment_tokens": np.array([0, batch.num_tokens - 2]),
         }
     )
-    with pytest.raises(RecordError, match="segment 0 starts with a trained token"):
+    with pytest.raises(RecordError, match="trajectory '.+': segment 0 starts with a trained token"):
         make_rows(moved)

@@ -97,7 +97,12 @@ def test_several_at_once(tmp_path: Path, random_batch: Maker, monkeypatch: pytes
     store = TrajectoryStore(tmp_path)
     synced: list[int] = []
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), real(handle))[1])
+
+    def fsync(handle: int) -> None:
+        synced.append(handle)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     refs = store.write_many(batches)
     assert len(set(refs)) == len(refs) == len(batches) and store.write_many([]) == []
     assert all(equal(store.read(ref), batch) for ref, batch in zip(refs, batches, strict=True))

@@ -73,4 +73,4 @@ def test_a_comb_needs_two_rectangles_a_node() -> None:
 
 def test_a_block_without_tokens_is_refused() -> None:
     with pytest.raises(PackingError, match="mask block"):
-        block_ranges(build_prefix_tree([], [0]), 0)
+        block_ranges(build_prefix_tree([], [0]).until, 0)
