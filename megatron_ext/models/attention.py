@@ -10,7 +10,8 @@ Invariants (``tests/models/test_attention.py``, ``tests/models/test_forward.py``
 3. Padding inside a bucket never reaches a valid token, forward or backward.
 4. Under context parallelism a rank holds Megatron's zigzag share of every sequence (chunks ``r`` and ``2 cp - 1 - r``);
    keys and values are gathered over the group and the result equals that of one rank.
-5. Tokens that sequences share (``SharedTokens``) enter once, and output and gradients are those of whole sequences.
+5. Tokens that sequences share (``SharedTokens``) enter once, and output and gradients are those of whole sequences:
+   ``models.tree_attention`` on a CPU, ``models.flex_attention`` on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.models import causal_cpu, cpu_platform
-from megatron_ext.models.packing import AttentionPlan, PackedBatch
+from megatron_ext.models.packing import AttentionPlan, PackedBatch, SharedTokens
+from megatron_ext.models.tree_attention import tree_attention
 
 cpu_platform.install()
 with cpu_platform.quiet_import():
@@ -70,24 +72,6 @@ class _Stack(torch.autograd.Function):
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (flat,) = ctx.saved_tensors
         return grads[0].index_select(0, flat), None, None
-
-
-class _StackShared(torch.autograd.Function):
-    """Distinct tokens [U, ...] -> padded places [P, ...], where several sequences may read one token: the transpose is
-    a gather by each token's first place, plus the few further places that read it."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, x: torch.Tensor, gather: torch.Tensor, first: torch.Tensor, later: torch.Tensor, of: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(first, later, of)
-        return x.index_select(0, gather)
-
-    @staticmethod
-    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        first, later, of = ctx.saved_tensors
-        out = grads[0].index_select(0, first)
-        return out.index_add_(0, of, grads[0].index_select(0, later)), None, None, None, None
 
 
 class _Unstack(torch.autograd.Function):
@@ -161,13 +145,17 @@ class PackedAttention(MegatronModule):
             raise ValueError("local attention is causal by construction: pass attention_mask=None and no bias")
         if packed_seq_params is None:
             return self._batch(query, key, value)
-        if not isinstance(packed_seq_params, PackedBatch) or packed_seq_params.plan is None:
+        batch = packed_seq_params
+        if not isinstance(batch, PackedBatch) or (batch.plan is None and batch.shared is None):
             raise TypeError("packed calls of the local attention need megatron_ext.models.packing.pack(cu_seqlens)")
-        if self.group.size() > 1 and packed_seq_params.shared is not None:
+        if self.group.size() > 1 and batch.shared is not None:
             raise ValueError("context parallelism cuts sequences over ranks: shared tokens are not supported with it")
-        if self.group.size() == 1:
-            return self._packed(query, key, value, packed_seq_params, packed_seq_params.plan)
-        return self._packed_over_ranks(query, key, value, packed_seq_params)
+        if self.group.size() > 1:
+            return self._packed_over_ranks(query, key, value, batch)
+        if batch.shared is not None:
+            return self._tree(query, key, value, batch, batch.shared)
+        assert batch.plan is not None, "a pack without shared tokens has a plan"
+        return self._packed(query, key, value, batch, batch.plan)
 
     def _tables(self, positions: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [n, 1, dim / 2] of the angles position * theta^(-2i/dim), in fp32 before the cast."""
@@ -199,37 +187,45 @@ class PackedAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return self._sdpa(q, k, v, mask).permute(2, 0, 1, 3).reshape(n, query.size(1), -1)
 
+    def _rotary(
+        self, query: torch.Tensor, key: torch.Tensor, batch: PackedBatch, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both with RoPE by ``positions`` [t]; the tables stay with the batch."""
+        if len(query) != len(positions):
+            raise ValueError(f"the pack (cu_seqlens) has {len(positions)} tokens, the forward {len(query)}")
+        at = (self.rope_theta, query.size(-1), query.dtype)
+        if at not in batch.rotary:
+            batch.rotary[at] = self._tables(positions, query.size(-1), query.dtype)
+        cos, sin = batch.rotary[at]
+        return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
+
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PackedBatch, plan: AttentionPlan
     ) -> torch.Tensor:
         """[t, h, d] each, every sequence whole on this rank."""
-        tokens, shared = query.size(0), batch.shared
-        expected = plan.tokens if shared is None else len(shared.place)
-        if tokens != expected:
-            raise ValueError(f"the pack (cu_seqlens) has {expected} tokens, the forward {tokens}")
-        at = (self.rope_theta, query.size(-1), query.dtype)
-        if at not in batch.rotary:
-            positions = plan.positions if shared is None else plan.positions[shared.place]
-            batch.rotary[at] = self._tables(positions, query.size(-1), query.dtype)
-        cos, sin = batch.rotary[at]
-        stacked = [_Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin), value]
-        flat = plan.flat
-        if shared is not None:
-            flat = flat[shared.place]
-            gather, later = shared.distinct[plan.gather], plan.flat[shared.repeats]
-            # A repeated place's own output is dropped, so nothing flows back through its query.
-            stacked[0] = _Stack.apply(stacked[0], gather, flat)
-            of = shared.distinct[shared.repeats]
-            stacked[1:] = [_StackShared.apply(x, gather, flat, later, of) for x in stacked[1:]]
-        elif not plan.is_view:
-            stacked = [_Stack.apply(x, plan.gather, flat) for x in stacked]
+        stacked = [*self._rotary(query, key, batch, plan.positions), value]
+        if not plan.is_view:
+            stacked = [_Stack.apply(x, plan.gather, plan.flat) for x in stacked]
         outs = []
         for bucket in plan.buckets:
             rows = slice(bucket.start, bucket.start + bucket.rows * bucket.width)
             q, k, v = (x[rows].unflatten(0, (bucket.rows, bucket.width)).transpose(1, 2) for x in stacked)
             outs.append(self._sdpa(q, k, v).transpose(1, 2).reshape(bucket.rows * bucket.width, -1))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out if plan.is_view and shared is None else _Unstack.apply(out, flat)
+        return out if plan.is_view else _Unstack.apply(out, plan.flat)
+
+    def _tree(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PackedBatch, shared: SharedTokens
+    ) -> torch.Tensor:
+        """[u, h, d] each: the distinct tokens of all sequences."""
+        query, key = self._rotary(query, key, batch, shared.positions)
+        if query.device.type == "cpu":
+            return tree_attention(query, key, value, shared.plan, self.scale).flatten(1)
+        from megatron_ext.models import flex_attention
+
+        if batch.block_mask is None:
+            batch.block_mask = flex_attention.block_mask(shared.until, query.device)
+        return flex_attention.tree_attention(query, key, value, batch.block_mask, self.scale).flatten(1)
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[n_local, ...] -> [n_local * cp, ...] in rank order; the gradient is reduced back to the ranks."""

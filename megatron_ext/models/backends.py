@@ -59,6 +59,14 @@ def has_package(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+def wants_transformer_engine(
+    config: BackendConfig, cuda_available: Callable[[], bool] = torch.cuda.is_available
+) -> bool:
+    """Whether ``backend.layer_spec`` is Transformer Engine's, said or meant by ``auto``; installed or not."""
+    on_gpu = config.device == "cuda" or (config.device == "auto" and cuda_available())
+    return config.layer_spec == "te" or (config.layer_spec == "auto" and on_gpu)
+
+
 def resolve_backend(
     config: BackendConfig,
     cuda_available: Callable[[], bool] = torch.cuda.is_available,

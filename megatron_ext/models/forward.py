@@ -74,24 +74,35 @@ def _filler(tokens: int, tensor: int, context: int) -> int:
     return short + tensor if context > 1 and short % 2 else short
 
 
+def moe_layers(chunk: torch.nn.Module) -> list[int]:
+    """Numbers (from 0) of the whole model's MoE layers, whichever of them this chunk holds."""
+    config = unwrap(chunk).config
+    if config.num_moe_experts is None:
+        return []
+    return [layer for layer, moe in enumerate(config.moe_layer_freq) if moe]
+
+
 @dataclass
 class Routing:
-    """Experts of the recorded forwards. ``by_layer`` holds one int64 [T, k] a MoE layer and forward, in layer order."""
+    """Experts of the recorded forwards: ``by_layer[layer]`` holds one int64 [T, k] a forward, the larger probability
+    first, by the number of the layer in the whole model (from 0)."""
 
-    by_layer: list[torch.Tensor] = field(default_factory=list)
+    by_layer: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def experts(self) -> torch.Tensor:
-        """int64 [T, L_moe, k] of exactly one recorded forward, the larger probability first."""
-        if not self.by_layer or len({tuple(t.shape) for t in self.by_layer}) != 1:
+        """int64 [T, L_moe, k] of exactly one recorded forward, layers in order."""
+        once = [forwards[0] for _, forwards in sorted(self.by_layer.items()) if len(forwards) == 1]
+        if not once or len(once) != len(self.by_layer):
             raise ValueError("record exactly one forward of a model with MoE layers")
-        return torch.stack(self.by_layer, dim=1)
+        return torch.stack(once, dim=1)
 
 
 @contextmanager
 def record_routing(chunks: Sequence[torch.nn.Module]) -> Iterator[Routing]:
     """Records which experts the routers of ``chunks`` choose while the context is open. Costs one top-k a layer.
 
-    Under tensor parallelism with sequence parallelism a rank sees its share of the tokens only.
+    A rank sees its own layers, and of the tokens its share: under context parallelism, and under tensor parallelism
+    with sequence parallelism. ``training.replica.whole_routing`` puts the shares together.
     """
     routing = Routing()
 
@@ -99,7 +110,7 @@ def record_routing(chunks: Sequence[torch.nn.Module]) -> Iterator[Routing]:
         probs, chosen = output
         # A chosen expert's probability may underflow to 0, so rank the others below it.
         ranked = torch.where(chosen, probs.detach(), -1.0)
-        routing.by_layer.append(ranked.topk(router.topk, dim=-1).indices)
+        routing.by_layer.setdefault(router.layer_number - 1, []).append(ranked.topk(router.topk, dim=-1).indices)
 
     handles = [
         module.register_forward_hook(hook)

@@ -333,20 +333,31 @@ def export_tensors(
     A tensor may share memory with a parameter: use it before the next optimizer step, or copy it. ``gather`` completes
     the pieces of one HF tensor from the other ranks; without it every tensor must be whole on this rank.
     """
+    parts = held_pieces(chunks, hf)
+    for name, shape in hf_shapes(hf).items():
+        held = parts[name] if gather is None else gather(name, parts[name])
+        yield name, join(name, shape, held)
+
+
+def held_pieces(chunks: Sequence[GPTModel], hf: HFConfig) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
+    """HF name -> the pieces of it that this rank holds, views of its parameters, in the order of its plan."""
     layout, at = place_of(chunks)
     params = rank_plan(hf, layout, at)
     parts: dict[str, list[tuple[Piece, torch.Tensor]]] = {name: [] for name in hf_shapes(hf)}
     for param, parameter in zip(params, _parameters(chunks, params), strict=True):
-        if param.param == "output_layer.weight" and hf.tie_word_embeddings:
-            continue  # a copy of the embedding
+        if is_copy(param, hf):
+            continue
         row = 0
         for piece in param.pieces:
             rows = piece.stop - piece.start if piece.dim == 0 else parameter.size(0)
             parts[piece.name].append((piece, parameter.detach()[row : row + rows]))
             row += rows
-    for name, shape in hf_shapes(hf).items():
-        held = parts[name] if gather is None else gather(name, parts[name])
-        yield name, join(name, shape, held)
+    return parts
+
+
+def is_copy(param: ParamPlan, hf: HFConfig) -> bool:
+    """Whether a parameter is the last stage's copy of the tied embedding."""
+    return param.param == "output_layer.weight" and hf.tie_word_embeddings
 
 
 def join(name: str, shape: tuple[int, ...], held: list[tuple[Piece, torch.Tensor]]) -> torch.Tensor:

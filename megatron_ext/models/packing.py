@@ -9,18 +9,23 @@ Invariants (``tests/models/test_packing.py``):
 1. Every token of the pack lies in exactly one bucket at exactly one place; ``flat`` lists the buckets' rows by token.
 2. Positions restart at 0 with every sequence.
 3. Within a bucket the padding is at the end of each row, so that a causal mask alone keeps it from valid tokens.
-4. Sequences that begin alike may pass what they share once (``SharedTokens``): everything but attention then works on
-   the distinct tokens, and every place of every sequence reads the distinct token that stands there.
+4. Sequences that begin alike may pass what they share once (``SharedTokens``): the forward then works on the distinct
+   tokens alone, and ``distinct`` says which of them stands at each place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_ext.models import cpu_platform
+from megatron_ext.models.tree_attention import TreePlan, plan_tree
+from megatron_ext.trajectory.prefix_tree import PrefixTree
 
 cpu_platform.install()
 with cpu_platform.quiet_import():
@@ -62,50 +67,59 @@ class AttentionPlan:
         return len(self.buckets) == 1 and self.buckets[0].view == 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SharedTokens:
-    """Which of the pack's T places hold one and the same token: equal ids behind equal prefixes.
+    """The pack's T places as a prefix tree of U distinct tokens: equal ids behind equal prefixes are one token.
 
-    ``distinct`` int64 [T]: the distinct token, 0 to U - 1, of each place. ``place`` int64 [U]: the first place of each
-    distinct token. ``repeats`` int64 [T - U]: the places that are not the first of their token.
+    ``distinct`` int64 [T]: the distinct token, 0 to U - 1, of each place; ``positions`` int64 [U]. ``parent`` and
+    ``until`` int64 [U] say who sees whom, as in ``PrefixTree``.
     """
 
     distinct: torch.Tensor
-    place: torch.Tensor
-    repeats: torch.Tensor
+    positions: torch.Tensor
+    parent: NDArray[np.int64]
+    until: NDArray[np.int64]
 
     @staticmethod
-    def of(distinct: torch.Tensor, place: torch.Tensor) -> SharedTokens:
-        """From the first two. Raises ``ValueError`` where they disagree."""
-        if not torch.equal(distinct[place], torch.arange(len(place), device=place.device)):
-            raise ValueError(f"shared tokens: {len(place)} first places do not hold the tokens that they are first of")
-        later = torch.ones(len(distinct), dtype=torch.bool, device=distinct.device)
-        later[place] = False
-        return SharedTokens(distinct, place, later.nonzero().squeeze(1))
+    def of(tree: PrefixTree) -> SharedTokens:
+        """Of the tree of the pack's sequences, in the pack's order."""
+        distinct, positions = (torch.from_numpy(x.copy()) for x in (tree.flat, tree.positions))
+        return SharedTokens(distinct, positions, tree.parent, tree.until)
+
+    @property
+    def tokens(self) -> int:
+        """Distinct tokens U."""
+        return len(self.parent)
+
+    @cached_property
+    def plan(self) -> TreePlan:
+        """Where the tree's tokens meet as queries and keys on a CPU; every forward over the micro-batch uses it."""
+        return plan_tree(self.parent)
 
     def to(self, device: torch.device) -> SharedTokens:
-        return SharedTokens(self.distinct.to(device), self.place.to(device), self.repeats.to(device))
+        return SharedTokens(self.distinct.to(device), self.positions.to(device), self.parent, self.until)
 
     def extended(self, tokens: int) -> SharedTokens:
-        """With ``tokens`` more places behind the others, each a token of its own."""
-        more = torch.arange(tokens, device=self.place.device)
+        """With a sequence of ``tokens`` more places behind the others, each a token of its own."""
+        more, first = torch.arange(tokens, device=self.distinct.device), self.tokens
         return SharedTokens(
-            torch.cat([self.distinct, len(self.place) + more]),
-            torch.cat([self.place, len(self.distinct) + more]),
-            self.repeats,
+            torch.cat([self.distinct, first + more]),
+            torch.cat([self.positions, more]),
+            np.concatenate([self.parent, [-1], np.arange(first, first + tokens - 1)]),
+            np.concatenate([self.until, np.full(tokens, first + tokens)]),
         )
 
 
 @dataclass
 class PackedBatch(PackedSeqParams):
-    """Megatron's packed-sequence parameters with the attention plan of the micro-batch.
-
-    ``shared``: the forward carries the distinct tokens only; the plan is over all places."""
+    """Megatron's packed-sequence parameters with the attention plan of the micro-batch: ``plan``, or ``shared`` where
+    the forward carries the distinct tokens only. ``block_mask`` is kept by ``models.flex_attention``."""
 
     plan: AttentionPlan | None = None
     shared: SharedTokens | None = None
     lengths: tuple[int, ...] = ()
     rotary: dict[tuple[float, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    block_mask: object = None
 
 
 def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPlan:
@@ -166,7 +180,7 @@ def pack(cu_seqlens: torch.Tensor, shared: SharedTokens | None = None) -> Packed
         cu_seqlens_kv=cu,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        plan=plan_attention(lengths, cu_seqlens.device),
+        plan=plan_attention(lengths, cu_seqlens.device) if shared is None else None,
         shared=shared,
         lengths=lengths,
     )

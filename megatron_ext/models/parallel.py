@@ -49,6 +49,16 @@ class ParallelContext:
     owns_process_group: bool
 
     @property
+    def context_rank(self) -> int:
+        """Which share of every row is this rank's, of ``config.context``."""
+        return self.groups.cp.rank()
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank's last model chunk gives the logits."""
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
+
+    @property
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
         return self.backend.torch_device

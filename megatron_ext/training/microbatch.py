@@ -8,6 +8,8 @@ Invariants (``tests/training/test_microbatch.py``):
 4. A row's first token is never a target: nothing in the row predicts it.
 5. With ``share_prefixes`` tokens that rows have in common (equal ids behind equal prefixes) enter the forward once;
    which tokens are predicted, and from what, stays the same.
+6. Context-parallel ranks have the same micro-batch but for what each runs: every place is run by one of them, every
+   token is predicted by one of them, and what a rank predicts may stand on another (its share ends at a cut).
 """
 
 from __future__ import annotations
@@ -20,23 +22,27 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.models.packing import SharedTokens
-from megatron_ext.trajectory.shared_prefix import distinct_tokens
+from megatron_ext.training.context_share import context_share
+from megatron_ext.trajectory.prefix_tree import build_prefix_tree
 from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.rows import Rows
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """T places of R rows, n of them predicted, with U distinct tokens to run (U = T unless prefixes are shared).
+    """P places of R rows, n of them predicted. This rank runs U tokens and predicts m of the n.
 
-    ``ids`` and ``positions`` int64 [U]; ``source`` int64 [T], the batch's token at each place; ``cu_seqlens`` int32
-    [R+1] over the places; ``logit_index`` int64 [n] into the U tokens; ``target``, ``token``, ``row``, ``turn`` int64
-    [n]; ``shared`` says which places hold which token (None: each its own). An empty micro-batch (T = 0) keeps a rank
-    in step with the others.
+    ``ids`` and ``positions`` int64 [U], the tokens that this rank runs, and ``place`` int64 [U], where they stand;
+    ``source`` int64 [P], the batch's token at each place, -1 for padding; ``cu_seqlens`` int32 [R+1] over the places;
+    ``token``, ``row``, ``turn`` int64 [n]; ``logit_index`` into the U tokens and ``target`` int64 [m]; ``held`` int64
+    [m], which of the n this rank predicts (None: all, m = n); ``shared`` says which places hold which token (None: each
+    its own). Without context parallelism and shared prefixes U = P. An empty micro-batch (P = 0) keeps a rank in step
+    with the others.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
+    place: torch.Tensor
     source: torch.Tensor
     cu_seqlens: torch.Tensor
     logit_index: torch.Tensor
@@ -44,11 +50,12 @@ class MicroBatch:
     token: torch.Tensor
     row: torch.Tensor
     turn: torch.Tensor
+    held: torch.Tensor | None = None
     shared: SharedTokens | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the forward."""
+        """Tokens that this rank runs."""
         return len(self.ids)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -64,35 +71,54 @@ def build_microbatch(
     select: NDArray[np.bool_],
     *,
     share_prefixes: bool = False,
+    context_size: int = 1,
+    context_rank: int = 0,
 ) -> MicroBatch:
-    """Packs the rows ``members``; ``select`` bool [M] marks the entries of ``rows.token`` to predict."""
+    """Packs the rows ``members``; ``select`` bool [M] marks the entries of ``rows.token`` to predict.
+
+    ``context_rank`` of ``context_size`` gives that context-parallel rank's share. Raises ``ValueError`` for shared
+    prefixes under context parallelism.
+    """
+    if share_prefixes and context_size > 1:
+        raise ValueError(
+            "batch.share_prefixes=true does not go with parallel.context > 1: rows are cut over ranks; set one of them"
+        )
     starts = rows.row_offsets[:-1][list(members)]
     ends = rows.row_offsets[1:][list(members)]
     lengths = (ends - starts).astype(np.int64)
-    cu = np.concatenate([[0], np.cumsum(lengths)])
-    within = np.arange(cu[-1]) - np.repeat(cu[:-1], lengths)
+    whole = np.concatenate([[0], np.cumsum(lengths)])
+    within = np.arange(whole[-1]) - np.repeat(whole[:-1], lengths)
     entry = np.repeat(starts, lengths) + within
-    token = rows.token[entry]
-    predicted = select[entry] & (within > 0)
-    at = np.flatnonzero(predicted)
+    token = rows.token[entry].astype(np.int64)
+    at = np.flatnonzero(select[entry] & (within > 0))  # predicted tokens, in the rows without padding
     ids = batch.ids[token].astype(np.int64)
     row_of = np.repeat(np.asarray(members, dtype=np.int64), lengths)
-    run = np.arange(len(ids))  # the places that go through the forward
-    logit_index = at - 1
-    shared = None
-    if share_prefixes:
-        distinct, run = distinct_tokens(ids, cu)
-        logit_index = distinct[logit_index]
-        shared = SharedTokens.of(torch.from_numpy(distinct), torch.from_numpy(run))
+
+    share = context_share(lengths, context_size, context_rank)
+    real = share.entry >= 0
+    padded_ids, source = np.zeros(len(real), dtype=np.int64), np.full(len(real), -1, dtype=np.int64)
+    padded_ids[real], source[real] = ids, token
+    position = np.arange(len(real)) - np.repeat(share.offsets[:-1], np.diff(share.offsets))
+    run, logit_index, held, shared = share.place, at - 1, None, None
+    if context_size > 1:
+        stands = share.local[np.flatnonzero(real)[at - 1]]  # where the logits before each predicted token are
+        mine = np.flatnonzero(stands >= 0)
+        logit_index, held = stands[mine], torch.from_numpy(mine)
+    elif share_prefixes:
+        tree = build_prefix_tree(ids, whole)
+        run, logit_index, shared = tree.source.copy(), tree.flat[at - 1], SharedTokens.of(tree)
+    target = ids[at] if held is None else ids[at][mine]
     return MicroBatch(
-        ids=torch.from_numpy(ids[run]),
-        positions=torch.from_numpy(within[run].astype(np.int64)),
-        source=torch.from_numpy(token.astype(np.int64)),
-        cu_seqlens=torch.from_numpy(cu.astype(np.int32)),
+        ids=torch.from_numpy(padded_ids[run]),
+        positions=torch.from_numpy(position[run]),
+        place=torch.from_numpy(run),
+        source=torch.from_numpy(source),
+        cu_seqlens=torch.from_numpy(share.offsets.astype(np.int32)),
         logit_index=torch.from_numpy(logit_index.astype(np.int64)),
-        target=torch.from_numpy(ids[at]),
-        token=torch.from_numpy(token[at].astype(np.int64)),
+        target=torch.from_numpy(target),
+        token=torch.from_numpy(token[at]),
         row=torch.from_numpy(row_of[at]),
         turn=torch.from_numpy(batch.turn[token[at]].astype(np.int64)),
+        held=held,
         shared=shared,
     )

@@ -15,7 +15,15 @@ from megatron_ext.models.backends import BackendError, ResolvedBackend
 def wrap(
     chunks: Sequence[torch.nn.Module], config: OptimizerConfig, parallel: ParallelConfig, backend: ResolvedBackend
 ) -> tuple[list[torch.nn.Module], Any]:
-    """DDP-wrapped chunks and their optimizer. Gradients are reduced in fp32; bf16 parameters keep fp32 masters."""
+    """DDP-wrapped chunks and their optimizer. Gradients are reduced in fp32; bf16 parameters keep fp32 masters.
+
+    Gradients become whole (data, sequence and tied-embedding reductions) at the end of Megatron's schedule, which calls
+    what is set on the chunks' configuration here. Raises ``BackendError`` for what cannot be had.
+    """
+    if parallel.distributed_optimizer and config.name != "adam":
+        raise BackendError(
+            f"parallel.distributed_optimizer=true shards Adam alone, and optimizer.name={config.name}; turn it off"
+        )
     with cpu_platform.quiet_import():
         from megatron.core.distributed import (
             DistributedDataParallel,

@@ -1,12 +1,17 @@
 """One training rank: Megatron model chunks with their optimizer, and the two things they do, scoring and updating.
 
-Invariants (``tests/training/test_trainer.py``):
+Every rank of the layout calls ``score`` and ``update`` together, with equally many micro-batches (``lockstep``): ranks
+of one replica (tensor, context, pipeline) with the same rows, data-parallel ranks with rows of their own.
+
+Invariants (``tests/training/test_trainer.py``, over layouts ``tests/integration/test_layouts.py``):
 
 1. The gradient is that of ``sum(weight * per-token loss)`` over the optimizer step's global batch: no term is divided
    by a count of this micro-batch or this rank.
 2. One scheduler and one optimizer step per call of ``update``.
 3. Scoring leaves parameters, gradients and optimizer untouched.
-4. A step whose gradient is not finite is skipped and counted; the parameters stay as they were.
+4. A step whose gradient is not finite is skipped and counted, on all ranks; the parameters stay as they were.
+5. Loss, gradients, metrics and scores are those of one rank that ran every row, whatever the layout; ``UpdateResult``
+   but for its scores is the same on every rank.
 """
 
 from __future__ import annotations
@@ -19,31 +24,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron_ext.losses.logprob import token_logprob_entropy
 from megatron_ext.losses.protocol import LossInputs, LossTerm
 from megatron_ext.losses.total import needs_entropy_grad, total_loss
 from megatron_ext.models import cpu_platform
-from megatron_ext.models.forward import Routing, packed_logits, record_routing
+from megatron_ext.models.flops import Passes, Work
+from megatron_ext.models.forward import Routing, moe_layers, packed_logits, record_routing, unwrap
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.protocol import RouterPolicy
+from megatron_ext.training.lockstep import check_count
 from megatron_ext.training.microbatch import MicroBatch
+from megatron_ext.training.phases import span
+from megatron_ext.training.replica import add_over, experts_by_token, whole_metrics, whole_routing
+from megatron_ext.training.scores import TokenScores
+from megatron_ext.training.throughput import micro_work
 
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Scores of a batch's tokens, float32 [T]; 0 where no score was asked for.
-
-    ``experts`` int64 [T, L, k] of this forward (None unless recorded), valid where ``routed`` bool [T]. ``reference``
-    float32 [T]: log-probs under the reference policy (None without one).
-    """
-
-    logp: NDArray[np.float32]
-    entropy: NDArray[np.float32]
-    experts: NDArray[np.int64] | None = None
-    routed: NDArray[np.bool_] | None = None
-    reference: NDArray[np.float32] | None = None
+LOSS = "train/loss"
+Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # token indices, log-probs, entropies
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,9 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """``metrics`` are means over the optimizer step; ``applied`` is False when the step was skipped. ``scores`` are
-    those of the update's own forward, where it was asked to keep them."""
+    """``loss``, ``grad_norm`` and ``metrics`` (means) are of the optimizer step over all ranks; ``applied`` is False
+    when the step was skipped. ``scores`` are those of the update's own forward on this rank's rows, where it was asked
+    to keep them."""
 
     loss: float
     grad_norm: float
@@ -72,40 +71,6 @@ class UpdateResult:
     applied: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
     scores: TokenScores | None = None
-
-
-def _collect(
-    replies: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    routing: Routing,
-    micro: Sequence[MicroBatch],
-    num_tokens: int,
-) -> TokenScores:
-    """Scores by the batch's token from what each micro-batch replied: token indices, log-probs, entropies."""
-    logp = np.zeros(num_tokens, dtype=np.float32)
-    entropy = np.zeros(num_tokens, dtype=np.float32)
-    for token, values, entropies in replies:
-        at = token.cpu().numpy()
-        logp[at] = values.float().cpu().numpy()
-        entropy[at] = entropies.float().cpu().numpy()
-    if not routing.by_layer:
-        return TokenScores(logp, entropy)
-    return TokenScores(logp, entropy, *_by_token(routing.by_layer, micro, num_tokens))
-
-
-def _by_token(
-    by_layer: Sequence[torch.Tensor], micro: Sequence[MicroBatch], num_tokens: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Recorded experts (one [T', k] a layer, micro-batch after micro-batch) by the batch's token; which have any."""
-    layers = len(by_layer) // len(micro)
-    experts = np.zeros((num_tokens, layers, by_layer[0].shape[-1]), dtype=np.int64)
-    routed = np.zeros(num_tokens, dtype=bool)
-    for number, mb in enumerate(micro):
-        source = mb.source.cpu().numpy()
-        chosen = torch.stack(list(by_layer[number * layers : (number + 1) * layers]), dim=1)[: mb.num_tokens]
-        # What followed was filler; tokens that rows share were routed once for all of them.
-        experts[source] = (chosen if mb.shared is None else chosen[mb.shared.distinct]).cpu().numpy()
-        routed[source] = True
-    return experts, routed
 
 
 class Trainer:
@@ -122,6 +87,7 @@ class Trainer:
     ) -> None:
         with cpu_platform.quiet_import():
             from megatron.core.pipeline_parallel import get_forward_backward_func
+            from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
             from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         # Megatron keeps the scale of the auxiliary loss on the class, whoever set it last and in whatever shape; the
@@ -133,13 +99,17 @@ class Trainer:
         self.temperature = temperature
         self.router = router
         self._schedule = get_forward_backward_func()
+        self._sum_over_ranks = reduce_from_tensor_model_parallel_region
+        self._moe_layers = moe_layers(self.chunks[0])
+        self._passes = Passes()
 
     # -- scoring ---------------------------------------------------------------------------------------------------
     def score(self, micro: Sequence[MicroBatch], num_tokens: int, *, record_experts: bool = False) -> TokenScores:
         """Log-prob and entropy of every predicted token, under the current weights. No gradient.
 
-        Returns arrays over all ``num_tokens`` tokens of the batch; entries that no micro-batch predicts stay 0.
-        ``record_experts`` also returns what the routers chose, for every token that went through the forward.
+        Returns arrays over all ``num_tokens`` tokens of the batch; entries that no micro-batch of this data-parallel
+        rank predicts stay 0 (``replica.gather_scores`` fills them). ``record_experts`` also returns what the routers
+        chose, for every token that went through the forward.
         """
         for chunk in self.chunks:
             chunk.eval()
@@ -149,20 +119,48 @@ class Trainer:
         finally:
             for chunk in self.chunks:
                 chunk.train()
-        return _collect(replies, routing, micro, num_tokens)
+        return self._collect(replies, routing if record_experts else None, micro, num_tokens)
+
+    def _collect(
+        self, replies: Iterable[Kept], routing: Routing | None, micro: Sequence[MicroBatch], num_tokens: int
+    ) -> TokenScores:
+        """Scores by the batch's token from what the last stage replied: token indices, log-probs, entropies."""
+        both = torch.zeros(2, num_tokens, device=self.context.device)
+        for token, logp, entropy in replies:
+            both[:, token] = torch.stack([logp, entropy]).float()
+        add_over(self.context.groups.pp, both)
+        logp, entropy = both.cpu().numpy()
+        if routing is None or not self._moe_layers:
+            return TokenScores(logp, entropy)
+        top_k = unwrap(self.chunks[0]).config.moe_router_topk
+        chosen = whole_routing(routing, micro, self._moe_layers, self.context, top_k)
+        return TokenScores(logp, entropy, *experts_by_token(chosen, micro, num_tokens))
 
     def _score_loss(self, mb: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
         logp, entropy = self._logprobs(mb, logits, entropy_grad=False)
         return logits.new_zeros(()), (mb.token, logp, entropy)
 
     def _logprobs(self, mb: MicroBatch, logits: torch.Tensor, entropy_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprob_entropy(
-            logits.index_select(0, mb.logit_index),
-            mb.target,
-            temperature=self.temperature,
-            group=self.context.tensor_group,
-            need_entropy_grad=entropy_grad,
-        )
+        """[n] each. Context-parallel ranks exchange what they predict, so that each computes the loss of whole rows (a
+        sequence's ratio needs all its tokens); the gradient of a token goes back to the rank that predicted it."""
+        with span("log-prob"):
+            logp, entropy = token_logprob_entropy(
+                logits.index_select(0, mb.logit_index),
+                mb.target,
+                temperature=self.temperature,
+                group=self.context.tensor_group,
+                need_entropy_grad=entropy_grad,
+            )
+        if mb.held is None:
+            return logp, entropy
+        both = logp.new_zeros(2, len(mb.token)).index_copy(1, mb.held, torch.stack([logp, entropy]))
+        logp, entropy = self._sum_over_ranks(both, self.context.groups.cp)
+        return logp, entropy
+
+    def take_passes(self) -> Passes:
+        """What forwards and backwards ran over since the last call, on this replica."""
+        taken, self._passes = self._passes, Passes()
+        return taken
 
     # -- updating --------------------------------------------------------------------------------------------------
     def update(
@@ -183,34 +181,40 @@ class Trainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # Megatron divides a micro-batch's loss by their number and averages gradients over data-parallel ranks; our
-        # weights already hold the global denominator, so both divisions are undone.
+        # Megatron divides a micro-batch's loss by their number and averages gradients over data- and context-parallel
+        # ranks (those of experts too, over whichever ranks hold them), after multiplying by the context-parallel size.
+        # Our weights already hold the global denominator, so both divisions are undone.
         scale = len(micro) * self.context.data_parallel_size
-        loss_fn = partial(self._update_loss, inputs=inputs, terms=terms, scale=scale, micro=len(micro))
-        sums: dict[str, torch.Tensor] = {}
-        with record_routing(self.chunks if keep_scores and record_experts else []) as routing:
+        loss_fn = partial(self._update_loss, inputs=inputs, terms=terms, scale=scale)
+        record = keep_scores and record_experts
+        with record_routing(self.chunks if record else []) as routing:
             replies = self._run(micro, loss_fn, forward_only=False)
+        sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for _, reply in replies:
-            for name, (numerator, denominator) in reply.items():
-                pair = torch.stack([numerator.detach().double(), denominator.detach().double()])
-                sums[name] = sums[name] + pair if name in sums else pair
-        metrics = {name: float(s[0] / s[1]) if s[1] else 0.0 for name, s in sums.items()}
-        loss = metrics.pop("train/loss", 0.0)
+            for name, pair in reply.items():
+                numerator, denominator = (part.detach().double() for part in pair)
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + numerator, before[1] + denominator)
+        totals = whole_metrics(sums, self.context)
+        loss, _ = totals.pop(LOSS)
+        metrics = {name: num / den if den else 0.0 for name, (num, den) in totals.items()}
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # Megatron's step does all of this in one call and would apply a gradient that is not finite; its first half is
         # run alone to look at the norm (it only points each parameter at its reduced gradient, so twice is once).
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        finite = np.isfinite(norm) and np.isfinite(loss)
-        if finite:
-            # Before the step as well as after it: the first look is what later ones are compared with.
-            self.router.check(self.chunks)
-            self.optimizer.step()
-            self.router.check(self.chunks)
+        with span("optimizer"):
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            finite = np.isfinite(norm) and np.isfinite(loss)
+            if finite:
+                # Before the step as well as after it: the first look is what later ones are compared with.
+                self.router.check(self.chunks)
+                self.optimizer.step()
+                self.router.check(self.chunks)
         scores = None
         if keep_scores:
-            scores = _collect((kept for kept, _ in replies), routing, micro, len(inputs.weight))
+            kept = (kept for kept, _ in replies)
+            scores = self._collect(kept, routing if record else None, micro, len(inputs.weight))
         return UpdateResult(loss=loss, grad_norm=norm, lr=lr, applied=bool(finite), metrics=metrics, scores=scores)
 
     def _update_loss(
@@ -220,7 +224,6 @@ class Trainer:
         inputs: TokenInputs,
         terms: Mapping[str, LossTerm],
         scale: float,
-        micro: int,
     ) -> tuple[torch.Tensor, Any]:
         logp, entropy = self._logprobs(mb, logits, entropy_grad=needs_entropy_grad(terms))
         token = mb.token
@@ -235,18 +238,22 @@ class Trainer:
             turn=mb.turn,
             ref_logp=None if inputs.ref_logp is None else inputs.ref_logp[token],
         )
-        output = total_loss(terms, values)
-        # An empty micro-batch still enters every collective of the backward pass: 0 * sum anchors it in the graph.
-        total = output.loss + 0.0 * logits.float().sum() if mb.num_tokens == 0 else output.loss
-        # Numerators add over micro-batches to the step's loss: the weights hold its denominator, so this one is 1 once.
-        share = torch.full((), 1.0 / micro, dtype=torch.float64)
+        with span("loss"):
+            output = total_loss(terms, values)
+        # A rank that predicts nothing here still enters every collective of the backward pass: 0 * sum anchors it.
+        total = output.loss + 0.0 * logits.float().sum() if len(mb.logit_index) == 0 else output.loss
         kept = (token, logp.detach(), entropy.detach())
-        return total * scale, (kept, {**output.metrics, "train/loss": (output.loss.detach(), share)})
+        # The loss adds up over micro-batches and ranks: its denominator is in the weights.
+        loss = output.loss.detach()
+        return total * scale, (kept, {**output.metrics, LOSS: (loss, torch.ones_like(loss))})
 
     # -- the schedule ----------------------------------------------------------------------------------------------
     def _run(self, micro: Sequence[MicroBatch], loss_fn: Any, *, forward_only: bool) -> list[Any]:
         if not micro:
             raise ValueError("a step needs at least one micro-batch (short ranks get empty ones)")
+        check_count(len(micro), self.context)
+        work = sum((micro_work(mb) for mb in micro), Work())
+        self._passes += Passes(work, Work() if forward_only else work)
 
         def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             mb = next(source)

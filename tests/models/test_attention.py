@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from megatron_ext.models.attention import PackedAttention, zigzag
 from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.models.packing import SharedTokens, pack
+from megatron_ext.trajectory.prefix_tree import build_prefix_tree
+from tests.helpers.trees import joined
 
 LENGTHS = [17, 5, 29, 1, 28, 16, 2]
 
@@ -59,14 +61,14 @@ def test_packed_equals_the_formula_forward_and_backward(attention: PackedAttenti
 def test_shared_tokens_enter_once(attention: PackedAttention) -> None:  # invariant 5
     """Three sequences behind one prefix of 6, the second of them a prefix of the third but for its end, and a fourth
     alone: output and gradients are those of whole sequences, a shared token's gradient the sum over its places."""
-    distinct = torch.tensor([*range(9), *range(6), 9, 10, *range(6), 9, 11, 12, 13, 14, 15])
-    lengths = [9, 8, 10, 2]
-    place = torch.tensor([distinct.tolist().index(token) for token in range(16)])
-    cu = torch.tensor([0, *lengths]).cumsum(0)
+    rows = [[*range(9)], [*range(6), 9, 10], [*range(6), 9, 11, 12, 13], [14, 15]]
+    ids, offsets = joined(rows)
+    shared, cu = SharedTokens.of(build_prefix_tree(ids, offsets)), torch.from_numpy(offsets)
+    assert shared.tokens == 16
     ours, theirs = inputs(16), inputs(16)
-    out = attention(*ours, packed_seq_params=pack(cu, SharedTokens.of(distinct, place)))
-    want = attention(*(x[distinct] for x in theirs), packed_seq_params=pack(cu))[place]
-    seed = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    out = attention(*ours, packed_seq_params=pack(cu, shared))[shared.distinct]
+    want = attention(*(x[shared.distinct] for x in theirs), packed_seq_params=pack(cu))
+    seed = torch.randn(len(ids), 64, generator=torch.Generator().manual_seed(1))
     out.backward(seed)
     want.backward(seed)
     torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
@@ -74,12 +76,12 @@ def test_shared_tokens_enter_once(attention: PackedAttention) -> None:  # invari
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_shared_tokens_must_cover_the_pack() -> None:
-    cu = torch.tensor([0, 2, 4])
-    with pytest.raises(ValueError, match="do not hold the tokens"):
-        SharedTokens.of(torch.tensor([0, 1, 0, 2]), torch.tensor([0, 2, 3]))
+def test_shared_tokens_must_cover_the_pack(attention: PackedAttention) -> None:
+    shared = SharedTokens.of(build_prefix_tree([1, 2, 1], [0, 2, 3]))
     with pytest.raises(ValueError, match="cover 3 places, the pack has 4"):
-        pack(cu, SharedTokens.of(torch.tensor([0, 1, 0]), torch.tensor([0, 1])))
+        pack(torch.tensor([0, 2, 4]), shared)
+    with pytest.raises(ValueError, match="has 2 tokens, the forward 3"):
+        attention(*inputs(3), packed_seq_params=pack(torch.tensor([0, 2, 3]), shared))
 
 
 def test_batched_layout_equals_packed(attention: PackedAttention) -> None:

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.models.packing import pack, plan_attention
+from megatron_ext.models.packing import SharedTokens, pack, plan_attention
+from megatron_ext.trajectory.prefix_tree import build_prefix_tree
+from tests.helpers.trees import ROWS, Row, joined
 
 
 @given(st.lists(st.integers(0, 60), max_size=12))
@@ -44,3 +46,15 @@ def test_pack_checks_offsets() -> None:
     for bad in ([1, 2], [0, 3, 2], []):
         with pytest.raises(ValueError, match="cu_seqlens"):
             pack(torch.tensor(bad, dtype=torch.int64))
+
+
+@given(ROWS, st.integers(1, 5))
+def test_a_further_sequence_shares_nothing(rows: list[Row], more: int) -> None:  # invariant 4
+    """What sequence parallelism fills up with is as if it had been a row of the tree, behind all others."""
+    ids, offsets = joined(rows)
+    alone = build_prefix_tree([*ids, *range(7, 7 + more)], [*offsets, len(ids) + more])
+    found, want = SharedTokens.of(build_prefix_tree(ids, offsets)).extended(more), SharedTokens.of(alone)
+    assert torch.equal(found.distinct, want.distinct) and torch.equal(found.positions, want.positions)
+    assert found.parent.tolist() == want.parent.tolist() and found.until.tolist() == want.until.tolist()
+    assert found.tokens == len(found.positions)
+    assert found.positions[found.distinct].tolist() == [p for n in (*map(len, rows), more) for p in range(n)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,3 +100,38 @@ def test_sharing_keeps_what_is_predicted_and_from_what(seed: int) -> None:  # in
     assert torch.equal(mb.shared.distinct[plain.logit_index], mb.logit_index)
     for name in ("source", "cu_seqlens", "target", "token", "row", "turn"):
         assert torch.equal(getattr(mb, name), getattr(plain, name))
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), st.integers(2, 3))
+def test_context_parallel_ranks_share_places_and_predictions(seed: int, size: int) -> None:  # invariant 6
+    batch = random_batch(seed)
+    rows = make_rows(batch)
+    members = np.random.default_rng(seed).permutation(rows.num_rows)
+    plain = build_microbatch(batch, rows, members, rows.mask)
+    ranks = [
+        build_microbatch(batch, rows, members, rows.mask, context_size=size, context_rank=rank) for rank in range(size)
+    ]
+    for name in ("token", "row", "turn"):
+        assert all(torch.equal(getattr(mb, name), getattr(plain, name)) for mb in ranks)
+    assert all(torch.equal(mb.source, ranks[0].source) for mb in ranks)
+    assert ranks[0].source[ranks[0].source >= 0].tolist() == plain.source.tolist()
+    held = torch.cat([mb.held for mb in ranks if mb.held is not None])
+    assert sorted(held.tolist()) == list(range(len(plain.token)))
+    assert sorted(torch.cat([mb.place for mb in ranks]).tolist()) == list(range(len(ranks[0].source)))
+    for mb in ranks:
+        assert mb.held is not None and len({other.num_tokens for other in ranks}) == 1
+        real = mb.source[mb.place] >= 0
+        assert torch.equal(mb.ids[real], torch.from_numpy(batch.ids.astype(np.int64))[mb.source[mb.place][real]])
+        # The place after the logits holds the token that they predict.
+        assert torch.equal(mb.source[mb.place[mb.logit_index] + 1], mb.token[mb.held])
+        assert torch.equal(mb.target, plain.target[mb.held])
+        starts = mb.cu_seqlens[:-1].long().repeat_interleave(mb.cu_seqlens.diff().long())
+        assert torch.equal(mb.positions, mb.place - starts[mb.place])
+
+
+def test_shared_prefixes_under_context_parallelism_are_refused() -> None:
+    batch = random_batch(1)
+    rows = make_rows(batch)
+    with pytest.raises(ValueError, match="share_prefixes=true does not go with parallel.context > 1"):
+        build_microbatch(batch, rows, [], rows.mask, share_prefixes=True, context_size=2)

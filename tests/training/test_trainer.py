@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.losses.policy import ClipLoss
-from megatron_ext.losses.protocol import LossInputs, LossOutput, LossTerm
+from megatron_ext.losses.protocol import Granularity, LossInputs, LossOutput, LossTerm
 from megatron_ext.losses.sft import NegativeLogLikelihood
 from megatron_ext.models.forward import packed_logits, record_routing
 from megatron_ext.models.parallel import ParallelContext
@@ -52,6 +52,7 @@ class Bonus:
     coefficient = -0.3
     needs_reference = False
     needs_entropy = True
+    unit = Granularity.TOKEN
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         return LossOutput((inputs.weight * inputs.entropy).sum(), {})
@@ -215,8 +216,9 @@ def test_scores_are_log_probs_and_entropies_at_the_temperature(
 def test_recorded_experts_stand_at_their_tokens(batch: TrajectoryBatch, trainer: Trainer, share: bool) -> None:
     """Those of each row run alone; an empty micro-batch adds none, and recording changes no score."""
     rows = rows_of(batch)
-    parts = np.array_split(np.arange(rows.num_rows), 2)
-    micro = [build_microbatch(batch, rows, part, rows.mask, share_prefixes=share) for part in (*parts, [])]
+    everything = np.arange(rows.num_rows)
+    parts = [*np.array_split(everything, 2), everything[:0]]
+    micro = [build_microbatch(batch, rows, part, rows.mask, share_prefixes=share) for part in parts]
     scores = trainer.score(micro, batch.num_tokens, record_experts=True)
     plain = trainer.score(micro, batch.num_tokens)
     assert plain.experts is None and np.array_equal(plain.logp, scores.logp)
@@ -277,6 +279,7 @@ def test_a_finite_loss_with_a_nan_gradient_is_skipped(batch: TrajectoryBatch, tr
 
         coefficient = 1.0
         needs_reference = needs_entropy = False
+        unit = Granularity.TOKEN
 
         def __call__(self, inputs: LossInputs) -> LossOutput:
             zero = inputs.cur_logp.sum() - inputs.cur_logp.sum()
