@@ -27,7 +27,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megatron_ext*", "recipes*", "launch*"]),
-    package_data={"": ["*.yaml", "*.json"]},
+    package_data={"": ["*.yaml", "*.json", "*.j2", "*.css", "*.js"]},
     install_requires=[
         *pins("base"),
         *pins("compiled"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from megatron_ext.config.compose import ConfigError
+from megatron_ext.training.link import RankLost
 
 
 def expected() -> tuple[type[Exception], ...]:
@@ -20,6 +22,7 @@ def expected() -> tuple[type[Exception], ...]:
     from megatron_ext.models.hf_config import HFConfigError
     from megatron_ext.models.hf_map import WeightError
     from megatron_ext.models.parallel import ParallelError
+    from megatron_ext.report.run_data import ReportError
     from megatron_ext.rollout.demonstrations import DemonstrationError
     from megatron_ext.rollout.driver import DriverError
     from megatron_ext.rollout.engine import EngineError
@@ -28,6 +31,7 @@ def expected() -> tuple[type[Exception], ...]:
     from megatron_ext.tracking.jsonl import MetricsFileError
     from megatron_ext.training.checkpoint import CheckpointError
     from megatron_ext.training.folder import FolderError
+    from megatron_ext.training.kept_step import KeptStepError
     from megatron_ext.trajectory.packing import PackingError
     from megatron_ext.trajectory.store import StoreError
 
@@ -35,12 +39,19 @@ def expected() -> tuple[type[Exception], ...]:
         *(ConfigError, InstantiateError, BackendError, HFConfigError, WeightError, BuildError, ParallelError),
         *(FolderError, CheckpointError, DriverError, EngineError, TemplateError, TokenizerError, NotEnoughTasks),
         *(TaskFileError, TaskSetError, JournalError, StoreError, MetricsFileError, PackingError, HarnessError),
-        DemonstrationError,
+        *(DemonstrationError, ReportError, KeptStepError),
     )
+
+
+def is_first() -> bool:
+    """Whether this process speaks for its job: the only one, or rank 0 of those a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def show(error: Exception) -> int:
     """Prints ``error`` on stderr, one line a problem, and returns the exit status for bad input."""
+    if not is_first():  # each rank finds the same
+        return 2
     problems = error.problems if isinstance(error, ConfigError) else str(error).splitlines()
     for line in problems:
         print(f"error: {line}", file=sys.stderr)
@@ -50,8 +61,11 @@ def show(error: Exception) -> int:
 def status(error: BaseException) -> int:
     """Tells the user what ended a command, and returns its exit status; what nobody expected is raised again."""
     if isinstance(error, KeyboardInterrupt):
-        print("stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
+        if is_first():
+            print("stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
+    if isinstance(error, RankLost):  # told already, by one of the ranks
+        return 1
     if isinstance(error, ConfigError):  # answered before the training stack is loaded for the other kinds
         return show(error)
     if isinstance(error, expected()):

@@ -80,6 +80,16 @@ def _file_problems(cfg: Config, hf: HFConfig) -> list[str]:
     return found
 
 
+def half_launched() -> list[str]:
+    """An environment that speaks of several ranks and does not say which one this is."""
+    if ranks([]) == 1 or all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
+        return []
+    return [
+        f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment without RANK, MASTER_ADDR and MASTER_PORT: start "
+        "several ranks with torchrun, or unset it"
+    ]
+
+
 def missing_packages() -> list[str]:
     """What must be installed by hand: pip leaves megatron-core out on Python 3.11, whose metadata it does not meet."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:

@@ -1,7 +1,7 @@
 """``bash launch/quickstart [--json] [KEY=VALUE ...]``: the main job, ``recipe=quickstart``, with its result at the end.
 
-``--json``: the last (and only) line of stdout is ``{success_before, success_after, steps, seconds, run_dir}``;
-progress goes to stderr. Exit status as in ``launch.train``.
+``--json``: the last (and only) line of stdout is ``{success_before, success_after, steps, seconds, run_dir,
+report}``; progress goes to stderr. Exit status as in ``launch.train``.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "steps": result.steps,
                     "seconds": round(result.seconds, 1),
                     "run_dir": str(result.run_dir.resolve()),
+                    "report": None if result.report is None else str(result.report.resolve()),
                 }
             )
     return 0

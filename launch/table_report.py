@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.config.compose import ConfigError
+from megatron_ext.report.series import running_mean
 from megatron_ext.tracking.jsonl import FILE_NAME, read_metrics
 from megatron_ext.training.evaluation import EvalResult, Interval, paired_interval
 
@@ -235,11 +236,3 @@ def plot(made: Table, arms: Sequence[Arm], path: Path) -> None:
     figure.suptitle(f"recipe={made.recipe}")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
-
-
-def running_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean of each value with those up to ``width - 1`` before it."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    last = np.arange(1, len(values) + 1)
-    first = np.maximum(last - width, 0)
-    return (sums[last] - sums[first]) / (last - first)

@@ -27,6 +27,9 @@ class RunConfig:
     seed: int = opt(1, "seed of everything: initialisation, data order, sampling")
     steps: int = opt(100, "optimizer-step batches to train (one per rollout batch)")
     max_minutes: float = opt(0.0, "stop training after this many minutes, save and evaluate; 0 = no limit")
+    deterministic: bool = opt(
+        False, "repeat exactly, also across kills: batch-invariant decoding, fixed order, one training thread (slower)"
+    )
     threads: int = opt(
         2, "CPU threads of the training process; the engine gets the same number while the trainer waits"
     )
@@ -120,7 +123,11 @@ class CreditConfig:
 
 @dataclass
 class LossConfig:
-    aggregation: str = opt("token_mean", "token_mean | row_mean | trajectory_mean | prompt_mean over the global batch")
+    aggregation: str = opt(
+        "token_mean",
+        "token_mean | row_mean | turn_mean | trajectory_mean | prompt_mean | prompt_turn_mean | prompt_trajectory_mean, "
+        "over the global batch",
+    )
     terms: dict[str, Any] = opt(
         {"policy": {"_target_": "megatron_ext.losses.policy.ClipLoss", "clip_low": 0.2, "clip_high": 0.28}},
         "loss terms name -> {_target_, coefficient, ...}",
@@ -182,6 +189,22 @@ class EvalConfig:
 class CheckpointConfig:
     every: int = opt(20, "save every this many steps; 0 = only at the end")
     keep: int = opt(2, "keep the last this many")
+    best: str = opt(
+        "eval/dev/greedy_pass1", "also keep the one with the best value of this metric at its step; empty = none"
+    )
+    asynchronous: bool = opt(True, "write while training goes on, from a copy in host memory")
+
+
+@dataclass
+class SamplesConfig:
+    every: int = opt(0, "keep the first step, every this many and the last, with per-token scores; 0 = none")
+    groups: int = opt(2, "groups of a kept step; 0 = all (what a replay of the step needs)")
+
+
+@dataclass
+class ProfileConfig:
+    steps: list[int] = opt([], "[first, last] step to record with torch's profiler, into profile/; empty = off")
+    peak: bool = opt(True, "measure the machine's matmul peak at the start (0.3 s), so that perf/mfu can be told")
 
 
 @dataclass
@@ -214,6 +237,8 @@ class Config:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
     tracking: dict[str, Any] = opt(
         {

@@ -20,16 +20,19 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron_ext.config import keys, targets
-from megatron_ext.config.instantiate import instantiate
+from megatron_ext.config.instantiate import InstantiateError, import_target, instantiate
 from megatron_ext.config.keys import Kind
 from megatron_ext.config.schema import Config, OptimizerConfig
+from megatron_ext.config.signature import Signature
+from megatron_ext.losses.aggregation import MODES
 from megatron_ext.rewards.compose import RewardSet
+from megatron_ext.tracking.names import NEITHER, MetricNameError, lookup
 
 # Allowed values of the keys that choose by name.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "model.init": ("fan_in", "normal"),
     "credit.normalize": ("std", "mean", "none"),
-    "loss.aggregation": ("token_mean", "row_mean", "trajectory_mean", "prompt_mean"),
+    "loss.aggregation": MODES,
     "optimizer.name": ("adam", "sgd"),
     "optimizer.schedule": ("constant", "cosine", "linear"),
     "warm_start.optimizer.name": ("adam", "sgd"),
@@ -81,6 +84,8 @@ AT_LEAST: Mapping[str, float] = {
     "evaluation.samples": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "samples.every": 0,
+    "samples.groups": 0,
 }
 
 ABOVE_ZERO = (
@@ -126,6 +131,48 @@ def _run(cfg: Config) -> Iterator[str]:
         yield f"run.name={name!r}: names a folder inside run.root, so it holds no slash; run.root says where that is"
     if cfg.run.seed > MAX_SEED:
         yield f"run.seed={cfg.run.seed}: must be at most {MAX_SEED}"
+    if cfg.run.deterministic and cfg.backend.device == "cuda":
+        yield "run.deterministic=true: repeats exactly on backend.device=cpu only, not on cuda"
+    if cfg.run.deterministic and not _takes(cfg.rollout.engine, "batch_invariant"):
+        yield (
+            f"run.deterministic=true: rollout.engine={cfg.rollout.engine.get('_target_')} cannot decode independently "
+            "of its batch (it takes no batch_invariant)"
+        )
+    if cfg.checkpoint.best:
+        yield from _best(cfg.checkpoint.best)
+    yield from _profile(cfg)
+
+
+def _profile(cfg: Config) -> Iterator[str]:
+    steps = cfg.profile.steps
+    if not steps:
+        return
+    shown = f"profile.steps=[{','.join(map(str, steps))}]"
+    if len(steps) != 2:
+        yield f"{shown}: needs the first and the last step to record, such as [2,3] (or [] for none)"
+    elif not 1 <= steps[0] <= steps[1]:
+        yield f"{shown}: steps count from 1, and the first must not come after the last"
+    elif steps[1] > cfg.run.steps:
+        yield f"{shown}: the run ends with step {cfg.run.steps} (run.steps)"
+
+
+def _takes(entry: Mapping[str, Any], argument: str) -> bool:
+    """Whether a plug point takes an argument; one that cannot be read has its own problem."""
+    try:
+        accepts = Signature.of(import_target(str(entry.get("_target_")), ""))
+    except (InstantiateError, ValueError, TypeError):
+        return True
+    return accepts.anything or argument in accepts.names
+
+
+def _best(name: str) -> Iterator[str]:
+    try:
+        better = lookup(name).better
+    except MetricNameError as error:
+        yield f"checkpoint.best={name}: {error}"
+        return
+    if better == NEITHER:
+        yield f"checkpoint.best={name}: more of it is neither better nor worse; name a metric that is, or leave it out"
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -248,13 +295,20 @@ def _batch(cfg: Config, world: int) -> Iterator[str]:
             "(model.max_context, or batch.tokens_per_row when set)"
         )
     if b.share_prefixes:
+        from megatron_ext.models.backends import wants_transformer_engine  # it imports torch
+
         reason = "batch.share_prefixes=true: "
         if p.context > 1:
             yield f"{reason}parallel.context={p.context} cuts rows over ranks; turn one of the two off"
+        if wants_transformer_engine(cfg.backend):
+            yield (
+                f"{reason}backend.layer_spec={cfg.backend.layer_spec} is Transformer Engine, whose attention takes no "
+                "tree; set backend.layer_spec=local or turn it off"
+            )
         if cfg.model.aux_loss_coefficient > 0:
             yield (
-                f"{reason}model.aux_loss_coefficient={cfg.model.aux_loss_coefficient} balances experts over every row's "
-                "tokens, shared ones included; turn one of the two off"
+                f"{reason}model.aux_loss_coefficient={cfg.model.aux_loss_coefficient} balances experts over every "
+                "row's tokens, shared ones included; turn one of the two off"
             )
     e = cfg.evaluation
     if (e.before or e.after) and tasks.test_tasks < 1:
@@ -330,7 +384,14 @@ def _plug_points(cfg: Config) -> Iterator[str]:
     for name, node in cfg.rewards.items():
         if not any(targets.problems("rewards", {name: node})):
             build(f"rewards.{name}", partial(RewardSet.from_config, {name: node}))
-    build_each("loss.terms")
+    terms = build_each("loss.terms")
+    if cfg.batch.tokens_per_row > 0:
+        lines.extend(
+            f"batch.tokens_per_row={cfg.batch.tokens_per_row}: cuts segments, and loss.terms.{name} takes a ratio over "
+            "whole ones; set batch.tokens_per_row=0, or its granularity and correction_granularity to token or step"
+            for name, term in terms.items()
+            if term.unit.value == "sequence"
+        )
     build_each("tracking")
     edits = build_each("credit.edits")
     setters = [name for name, edit in edits.items() if edit.traits.scale.value == "sets"]

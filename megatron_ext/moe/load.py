@@ -15,10 +15,15 @@ Experts = NDArray[Any]
 COLD_SHARE = 0.1  # an expert below a tenth of the mean load counts as cold, as the metric table says
 
 
-def load_metrics(experts: Experts, num_experts: int) -> dict[str, float]:
-    """``moe/load_cv``, ``load_peak``, ``cold_fraction`` and each layer's, from ``experts`` int [n, L, k]."""
+def expert_counts(experts: Experts, num_experts: int) -> NDArray[np.int64]:
+    """How often each expert was chosen, int64 [L, E], from ``experts`` int [n, L, k]. Counts of parts add."""
     layers = experts.shape[1]
-    counts = np.stack([np.bincount(experts[:, i].ravel(), minlength=num_experts) for i in range(layers)])
+    return np.stack([np.bincount(experts[:, i].ravel(), minlength=num_experts) for i in range(layers)])
+
+
+def load_metrics(counts: NDArray[np.int64]) -> dict[str, float]:
+    """``moe/load_cv``, ``load_peak``, ``cold_fraction`` and each layer's, from ``expert_counts`` [L, E]."""
+    layers = len(counts)
     mean = counts.mean(axis=1, keepdims=True)
     cv = counts.std(axis=1) / mean[:, 0]
     peak = counts.max(axis=1) / mean[:, 0]

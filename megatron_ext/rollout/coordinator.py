@@ -65,7 +65,8 @@ class State(StrEnum):
 
 @dataclass
 class Group:
-    """What is known of one group. ``attempts`` counts leases that ended without a result in the driver's hands."""
+    """What is known of one group. ``attempts`` counts leases that ended without a result in the driver's hands;
+    ``finished_in``: how many steps the run had finished when the group's result came."""
 
     number: int
     group_id: str
@@ -78,6 +79,7 @@ class Group:
     attempts: int = 0
     meta: GroupMeta | None = None
     finish_order: int = -1
+    finished_in: int = -1
     step: int = -1
     reason: str = ""
 
@@ -163,6 +165,10 @@ class Coordinator:
             waiting = [self.groups[group_id].number for group_id in self._leases.values()] + self._queue[:1]
             numbers = numbers[: bisect_left(numbers, min(waiting))] if waiting else numbers
         return [self._meta(self._order[number]) for number in numbers[:limit]]
+
+    def queued(self) -> list[Group]:
+        """Groups that wait for a lease, in the order in which they are leased."""
+        return [self.groups[self._order[number]] for number in self._queue]
 
     def consumed_at(self, step: int) -> Consumed:
         """What a step took, on the surviving history."""
@@ -267,7 +273,7 @@ class Coordinator:
             case Finished():
                 group = self.groups[event.group]
                 self._end_lease(group)
-                group.meta, group.finish_order = event.meta, self._next_finish
+                group.meta, group.finish_order, group.finished_in = event.meta, self._next_finish, self.step
                 self._next_finish += 1
                 self._offer(group)
             case Refused():
@@ -292,7 +298,7 @@ class Coordinator:
         for group_id in event.lost:
             group = self.groups[group_id]
             del self._ready[bisect_left(self._ready, (group.finish_order, group.number))]
-            group.meta, group.finish_order = None, -1
+            group.meta, group.finish_order, group.finished_in = None, -1, -1
             self._requeue(group)
         self.checkpoints = [step for step in self.checkpoints if step <= event.step]
         self.step, self.incarnation = event.step, event.incarnation
@@ -366,7 +372,8 @@ class Coordinator:
                 for name in names:
                     self._expect(name, State.FINISHED, f"consumed by step {event.step}")
             case Checkpointed():
-                if event.step != self.step:
+                # Later than its step when it was written while the run went on.
+                if not 0 <= event.step <= self.step:
                     raise CoordinatorError(f"checkpoint of step {event.step}: the run is at step {self.step}")
 
     def _check_opened(self, event: Opened) -> None:

@@ -47,10 +47,13 @@ class ReplicatedEngine:
         max_context: int,
         threads: int,
         log_path: Path,
+        batch_invariant: bool = False,
     ) -> None:
         if replicas < 1:
             raise EngineError(f"rollout.engine.replicas must be at least 1, got {replicas}")
         self._engines: list[EngineControl] = []
+        # An engine without it need not know the word.
+        wanted: dict[str, Any] = {"batch_invariant": True} if batch_invariant else {}
         try:
             for number in range(replicas):
                 self._engines.append(
@@ -61,6 +64,7 @@ class ReplicatedEngine:
                         max_context=max_context,
                         threads=max(1, threads // replicas),
                         log_path=log_path.with_stem(f"{log_path.stem}-{number}"),
+                        **wanted,
                     )
                 )
         except BaseException:

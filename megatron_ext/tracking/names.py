@@ -175,6 +175,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/gain_ci_low", SHARE, "lower end of the paired 95 % interval of the gain", HIGHER),
     Metric("eval/<set>/gain_ci_high", SHARE, "upper end of the paired 95 % interval of the gain", HIGHER),
     Metric("eval/<set>/time", SECONDS, "duration of the evaluation", LOWER),
+    # Throughput over all ranks. FLOPs are those of the model's matrix products, as defined in ``models.flops``.
+    Metric("perf/flops", "FLOP", "model FLOPs of the step: scoring forwards, and update forwards and backwards"),
+    Metric("perf/flops_per_s", "FLOP/s", "model FLOPs per second of the scoring and update phases", HIGHER),
+    Metric("perf/peak_flops_per_s", "FLOP/s", "matmul speed measured when this process started, all ranks together"),
+    Metric("perf/mfu", SHARE, "perf/flops_per_s over perf/peak_flops_per_s", HIGHER),
+    Metric("perf/model_tokens", COUNT, "tokens that the model ran over in the step, each forward counted"),
+    Metric(
+        "perf/model_tokens_per_s", SPEED, "tokens that the model ran over per second of scoring and update", HIGHER
+    ),
+    Metric("perf/sampled_tokens_per_s", SPEED, "tokens sampled for the step per second of the whole step", HIGHER),
+    Metric("perf/trained_tokens_per_s", SPEED, "tokens with a loss per second of the whole step", HIGHER),
     # Time, memory, progress.
     Metric("time/step", SECONDS, "duration of the whole step", LOWER),
     Metric("time/<phase>", SECONDS, "duration of a phase of the step", LOWER),

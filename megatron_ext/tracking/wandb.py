@@ -4,9 +4,10 @@ Invariants (``tests/tracking/test_wandb.py`` asserts each):
 
 1. ``mode='auto'`` is decided by wandb's own login state (an API key in its environment, netrc or settings) alone.
 2. A server that cannot be reached costs one line of warning, and the run goes on offline.
-3. ``<run_dir>/wandb_id`` holds the id: a resumed run continues under it. Undone steps leave its curve: online by
-   rewinding the run, offline by recording the surviving steps of ``metrics.jsonl`` again; the older offline files are
-   kept under ``wandb/superseded``.
+3. ``<run_dir>/wandb_id`` holds the id, and whether anything was logged under it: a resumed run continues under it.
+   Undone steps leave its curve: online by rewinding the run (to step 0 when there was no checkpoint), offline by
+   recording the surviving steps of ``metrics.jsonl`` again; the older offline files are kept under
+   ``wandb/superseded``, where a sync of the folder does not find them.
 4. Nothing is printed on the console but that warning.
 """
 
@@ -63,16 +64,19 @@ class WandbTracker:
         if base_url is not None:
             self._shared["base_url"] = base_url
         self._run: wandb.Run | None = None
+        self._id_file = Path()
+        self._logged = False
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resumed_from: int | None) -> None:
         wandb.setup(settings=wandb.Settings(**self._shared))
-        id_file = run_dir / ID_FILE
-        continues = id_file.exists()
-        run_id = id_file.read_text().strip() if continues else secrets.token_hex(4)
-        id_file.write_text(run_id + "\n")  # before the run exists: a kill in between must not leave it without its id
+        self._id_file = run_dir / ID_FILE
+        said = self._id_file.read_text().split() if self._id_file.exists() else []
+        run_id = said[0] if said else secrets.token_hex(4)
+        self._logged = len(said) > 1
+        self._write_id(run_id)  # before the run exists: a kill in between must not leave it without its id
         try:
             if self._mode == "online" or (self._mode == "auto" and wandb.login(prompt=False, verify=False)):
-                rewind_to = resumed_from if continues else None
+                rewind_to = (resumed_from or 0) if self._logged else None
                 self._run = self._open(run_dir, config, run_id, online=True, rewind_to=rewind_to)
         except (CommError, UsageError) as error:  # not reachable, no key, or it was refused: nothing of the run is lost
             reason = " ".join(str(error).split())
@@ -92,7 +96,11 @@ class WandbTracker:
         """Progress is not sent."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._opened().log(dict(metrics), step=step)
+        run = self._opened()
+        if not self._logged:
+            self._logged = True
+            self._write_id(run.id)
+        run.log(dict(metrics), step=step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         run = self._opened()
@@ -125,6 +133,11 @@ class WandbTracker:
                 self.log(
                     row["step"], {name: value for name, value in row.items() if name != "step" and value is not None}
                 )
+
+    def _write_id(self, run_id: str) -> None:
+        temporary = self._id_file.with_suffix(".tmp")
+        temporary.write_text(f"{run_id} logged\n" if self._logged else f"{run_id}\n")
+        temporary.replace(self._id_file)
 
     def _opened(self) -> wandb.Run:
         if self._run is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,8 +21,10 @@ from megatron_ext.config.provenance import collect_provenance
 from megatron_ext.config.saved import as_tree, load_resolved, save_resolved
 from megatron_ext.config.schema import Config
 
-# What may differ when a run goes on: how long, how often to save or look, how to show it, and machine settings.
+# What may differ when a run goes on: how long, how often to save or look, how to show it, machine settings, and the
+# layout, since any layout reads the checkpoint of any other.
 MAY_CHANGE = (
+    "parallel",
     "run.steps",
     "run.max_minutes",
     "run.threads",
@@ -31,6 +33,8 @@ MAY_CHANGE = (
     "tracking",
     "checkpoint",
     "evaluation",
+    "samples",
+    "profile",
 )
 
 _LOCK, _UNFINISHED = ".lock", ".config.yaml.tmp"
@@ -42,10 +46,11 @@ class FolderError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """An open run folder; ``provenance`` is what ``provenance.json`` holds (versions, git state, command line)."""
+    """An open run folder; ``provenance`` is what ``provenance.json`` holds (versions, git state, command line). Rank 0
+    holds the ``lock``; the others use the folder that it opened (None)."""
 
     path: Path
-    lock: IO[str]
+    lock: IO[str] | None
     provenance: Mapping[str, Any]
 
     @property
@@ -74,7 +79,8 @@ class RunFolder:
         temporary.replace(self.path / name)
 
     def close(self) -> None:
-        self.lock.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def open_folder(config: Config) -> RunFolder:
@@ -95,13 +101,13 @@ def open_folder(config: Config) -> RunFolder:
             f"run folder {path} is in use by process {holder}: wait for it, or set another run.name"
         ) from error
     try:
-        return _claim(config, RunFolder(path, lock, collect_provenance()))
+        return _claim(config, RunFolder(path, lock, collect_provenance()), lock)
     except BaseException:
         lock.close()  # a refused folder is free for the next one at once
         raise
 
 
-def _claim(config: Config, folder: RunFolder) -> RunFolder:
+def _claim(config: Config, folder: RunFolder, lock: IO[str]) -> RunFolder:
     """Checks the locked folder, then writes what it says about itself, ``config.yaml`` first and whole."""
     path, saved, unfinished = folder.path, folder.path / "config.yaml", folder.path / _UNFINISHED
     if saved.exists():
@@ -109,9 +115,9 @@ def _claim(config: Config, folder: RunFolder) -> RunFolder:
     elif any(p.name not in (_LOCK, _UNFINISHED) for p in path.iterdir()):
         raise FolderError(f"{path} holds files but no config.yaml, so it is no run folder: set another run.name")
     try:
-        folder.lock.truncate(0)
-        folder.lock.write(str(os.getpid()))
-        folder.lock.flush()
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         save_resolved(config, unfinished)
         unfinished.replace(saved)
         for sub in (folder.logs, folder.store, folder.evaluations):
@@ -128,19 +134,24 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix.removesuffix("."): tree}
 
 
-def _check_same(path: Path, old: Config, new: Config) -> None:
-    if old.recipe != new.recipe:
-        raise FolderError(f"{path} belongs to recipe {old.recipe!r}, this run is {new.recipe!r}: set another run.name")
+def differing(old: Config, new: Config, but: Sequence[str]) -> list[str]:
+    """Keys whose values differ, each with both; without those in or under one of ``but``."""
     before, after = _flatten(as_tree(old)), _flatten(as_tree(new))
-    differing = [
+    return [
         f"{key} ({before.get(key, 'absent')} there, {after.get(key, 'absent')} now)"
         for key in sorted(before.keys() | after.keys())
         if before.get(key, _ABSENT) != after.get(key, _ABSENT)
-        and not any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)
+        and not any(key == k or key.startswith(f"{k}.") for k in but)
     ]
-    if differing:
+
+
+def _check_same(path: Path, old: Config, new: Config) -> None:
+    if old.recipe != new.recipe:
+        raise FolderError(f"{path} belongs to recipe {old.recipe!r}, this run is {new.recipe!r}: set another run.name")
+    found = differing(old, new, MAY_CHANGE)
+    if found:
         raise FolderError(
-            f"{path} was started with another configuration: {'; '.join(differing)}. "
+            f"{path} was started with another configuration: {'; '.join(found)}. "
             "Use the same values to continue it, or set another run.name"
         )
 

@@ -20,6 +20,7 @@ class InterruptFlag:
 
     def __init__(self) -> None:
         self.raised = False
+        self._received = False
         self._old: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> InterruptFlag:
@@ -31,8 +32,12 @@ class InterruptFlag:
             signal.signal(number, handler)
 
     def _handle(self, signum: int, frame: object) -> None:
-        if self.raised:
+        if self._received:
             raise KeyboardInterrupt
+        self._received = self.raised = True
+
+    def raise_it(self) -> None:
+        """Another rank of the job received a signal. This one's own may follow, and is still its first."""
         self.raised = True
 
     def check(self) -> None:

@@ -7,11 +7,11 @@ from megatron_ext.training.step_metrics import rollout_metrics, update_metrics
 
 
 def train_loop(run: Run) -> None:
-    """Trains from ``run.step`` to ``run.steps_total``; returns early when interrupted or out of time."""
-    while run.step < run.steps_total and not run.out_of_time():
+    """Trains from ``run.step`` to ``run.steps_total``, on every rank; returns early when out of time."""
+    while run.goes_on():
         with run.phase("rollout", run.config.batch.tasks_per_step):
-            groups = run.collector.collect(run.step)
-        metrics = rollout_metrics(groups, run.clock.seconds("rollout"))
+            groups = run.collect()
+        metrics = rollout_metrics(groups, run.clock.seconds("rollout"), run.gather)
         if groups.batch is not None:
             batch, rows = groups.batch, run.rows(groups.batch)
             opened = run.version
@@ -20,8 +20,11 @@ def train_loop(run: Run) -> None:
             advantage, report = run.assign_credit(batch)
             metrics |= report
             with run.phase("update", run.config.batch.optimizer_steps_per_batch):
-                results, scores = run.update(batch, rows, scores, advantage)
-            metrics |= update_metrics(results, batch, rows, scores, opened, run.clock, run.hf.num_experts, run.resumed)
+                results, scores = run.update(groups, batch, rows, scores, advantage)
+            metrics |= update_metrics(
+                results, batch, rows, scores, opened, run.clock, run.hf.num_experts, run.resumed, run.gather
+            )
+            run.keep_samples(groups, opened, scores, advantage, metrics)
         run.finish_step(groups)
         with run.phase("publish"):
             run.publish()
@@ -31,3 +34,4 @@ def train_loop(run: Run) -> None:
         if run.checkpoint_due():
             with run.phase("save"):
                 run.save()
+        run.settle_saves()

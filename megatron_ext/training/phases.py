@@ -1,12 +1,21 @@
-"""Time per phase of a step, told to the trackers as it happens."""
+"""Time per phase of a step, told to the trackers as it happens; and ranges of a trace, while one is recorded."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
 
 from megatron_ext.tracking.protocol import Tracker
+
+MARK = "step: "  # begins the name of every range of ours in a trace
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """A range ``name`` in the trace (``training.profiling``); nothing while none is recorded."""
+    return torch.profiler.record_function(MARK + name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Phases:
@@ -21,7 +30,8 @@ class Phases:
         self._tracker.phase(name, total)
         start = time.monotonic()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 

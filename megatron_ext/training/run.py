@@ -1,16 +1,16 @@
 """From a configuration to a finished run: sets everything up in order, runs the main loop, cleans up.
 
-``train(config)`` is the whole job on this rank. The same configuration in the same folder continues where the last
-checkpoint left off.
+``train(config)`` is the whole job, called on every rank; each does its part. The same configuration in the same folder
+continues where the last checkpoint left off.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
+import gc
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,42 +20,41 @@ import torch
 
 from megatron_ext.config.instantiate import instantiate, ordered
 from megatron_ext.config.saved import as_tree
-from megatron_ext.config.schema import Config, OptimizerConfig
-from megatron_ext.credit.base import Baseline
+from megatron_ext.config.schema import Config
 from megatron_ext.credit.pipeline import Pipeline
 from megatron_ext.harness.template import COMPACT, TEMPLATE_FILE, ChatCodec, load_codec
 from megatron_ext.harness.tokenizer import learn_tokenizer, save_tokenizer
-from megatron_ext.losses.protocol import LossTerm
 from megatron_ext.losses.total import needs_reference
 from megatron_ext.models import cpu_platform
-from megatron_ext.models.backends import resolve_backend
+from megatron_ext.models.backends import ResolvedBackend, resolve_backend
 from megatron_ext.models.hf_config import HFConfig, load_hf_config
-from megatron_ext.rollout.demonstrations import demonstration_batch
 from megatron_ext.rollout.driver_process import DriverProcess
-from megatron_ext.rollout.engine import EngineControl
+from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.rollout.journal import open_coordinator
 from megatron_ext.rollout.sources import check_task_set
 from megatron_ext.rollout.task_source import TaskSource
 from megatron_ext.tracking.composite import TrackerSet
-from megatron_ext.training import checkpoint
-from megatron_ext.training.evaluate import evaluate, load_result, save_result
+from megatron_ext.training import checkpoint, deterministic, profiling
+from megatron_ext.training.collect import Collector
+from megatron_ext.training.evaluate import load_result, save_result
 from megatron_ext.training.evaluation import EvalResult
+from megatron_ext.training.first_weights import Players, first_weights
 from megatron_ext.training.folder import RunFolder, open_folder
 from megatron_ext.training.interrupt import Interrupted, InterruptFlag
 from megatron_ext.training.loop import train_loop
 from megatron_ext.training.phases import Phases
-from megatron_ext.training.publish import publish
-from megatron_ext.training.run_state import Run
-from megatron_ext.training.session import build_chunks, driver_spec, start_engine, warm_start_folder
-from megatron_ext.training.trainer import Trainer
-from megatron_ext.training.warm_start import WarmStartReport, run_warm_start
+from megatron_ext.training.profiling import StepProfiler
+from megatron_ext.training.ranks import Ranks, gather_over, joined
+from megatron_ext.training.run_state import Lead, Run
+from megatron_ext.training.session import TrainerBuilder, credit_pipeline, driver_spec, loss_terms, start_engine
+from megatron_ext.training.throughput import measured_peak
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
-from megatron_ext.trajectory.task import Task
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What ``train`` returns. ``success_*`` is greedy pass@1 on the held-out tasks; None where it was not evaluated."""
+    """What ``train`` returns. ``success_*`` is greedy pass@1 on the held-out tasks; None where it was not evaluated.
+    ``report`` is the page that shows the run, on rank 0."""
 
     success_before: float | None
     success_after: float | None
@@ -63,43 +62,70 @@ class RunResult:
     seconds: float
     run_dir: Path
     interrupted: bool
+    report: Path | None = None
 
 
-def train(config: Config) -> RunResult:
-    """Runs the job. Ctrl-C saves a checkpoint of the last finished step and returns ``interrupted=True``."""
+def train(config: Config, recipes: Path | None = None) -> RunResult:
+    """Runs the job. Ctrl-C saves a checkpoint of the last finished step and returns ``interrupted=True``.
+
+    ``recipes``: the folder of presets that the run's report compares its configuration with.
+    """
+    backend = resolve_backend(config.backend)
+    with joined(backend.communication) as ranks:
+        result = _train(config, backend, ranks)
+        # The trackers are done: what a report shows is on disk, and they are not kept waiting by it.
+        return dataclasses.replace(result, report=_report(result.run_dir, recipes)) if ranks.leads else result
+
+
+def _report(run: Path, recipes: Path | None) -> Path | None:
+    """The run's ``report.html``; None, and a warning, where it cannot be written: the run has ended well without it."""
+    # Imported late: nothing else of a run needs what draws it.
+    from megatron_ext.report.render import write_report
+    from megatron_ext.report.run_data import ReportError
+
+    try:
+        return write_report([run], recipes=recipes)
+    except ReportError as error:
+        print(f"warning: no report: {error}", file=sys.stderr)
+        return None
+
+
+def _train(config: Config, backend: ResolvedBackend, ranks: Ranks) -> RunResult:
     began = time.monotonic()
     torch.set_num_threads(config.run.threads)
     cpu_platform.tune_allocator()
-    with ExitStack() as stack:
-        folder = open_folder(config)
-        stack.callback(folder.close)
-        tracker = TrackerSet(
-            {n: instantiate(node, skip=("order",)) for n, node in ordered(config.tracking, "tracking")}
-        )
+    # Inside the stack: what ends one rank is told before anything is cleaned up.
+    with ExitStack() as stack, ranks.telling():
+        folder = _open_folder(config, ranks, stack)
+        trackers = ordered(config.tracking, "tracking") if ranks.leads else []
+        tracker = TrackerSet({n: instantiate(node, skip=("order",)) for n, node in trackers})
         summary: dict[str, Any] = {}  # filled when there is a result; an error leaves none
         stack.callback(tracker.finish, summary)  # before the start: one that fails leaves others to finish
-        found = checkpoint.list_checkpoints(folder.checkpoints)
-        tracker.start(
-            folder.path, {**as_tree(config), "provenance": folder.provenance}, found[-1].step if found else None
-        )
+        found = ranks.led(lambda: checkpoint.list_checkpoints(folder.checkpoints))
+        resumed_from = found[-1].step if found else None
+        tracker.start(folder.path, {**as_tree(config), "provenance": folder.provenance}, resumed_from)
+        stack.enter_context(deterministic.exact(config.run.deterministic, backend))
         flag = InterruptFlag()
         stack.enter_context(flag)
+        ranks.listen_to(flag)
         run: Run | None = None
         after: EvalResult | None = None
         interrupted = False
         try:
-            run = _set_up(config, folder, tracker, stack, flag)
+            run = _set_up(config, folder, backend, found, tracker, stack, flag, ranks)
             _evaluate_before(run, folder)
             run.started = time.monotonic()
+            # What set-up made stays for the whole run: a full collection that walks it costs a fraction of a second.
+            gc.freeze()
             train_loop(run)
             if run.step > 0:
-                run.save()  # out of time ends between two checkpoints
+                run.finish_saving()  # out of time ends between two checkpoints
             after = _evaluate_after(run, folder)
         except Interrupted:
             interrupted = True
             if run is not None and run.step > 0:
-                run.save()
-        before = _load_before(folder)
+                run.finish_saving()
+        before = ranks.led(lambda: _load_before(folder))
         result = RunResult(
             success_before=None if before is None else float(before.greedy.mean()),
             success_after=None if after is None else float(after.greedy.mean()),
@@ -109,88 +135,149 @@ def train(config: Config) -> RunResult:
             interrupted=interrupted,
         )
         summary |= {**dataclasses.asdict(result), "run_dir": str(folder.path)}
-        folder.write_json("result.json", summary)
+        del summary["report"]  # not written yet
+        if ranks.leads:
+            folder.write_json("result.json", summary)
         return result
 
 
 # -- set-up, in the order in which one thing needs the other --------------------------------------------------------
-def _set_up(config: Config, folder: RunFolder, tracker: TrackerSet, stack: ExitStack, flag: InterruptFlag) -> Run:
+def _open_folder(config: Config, ranks: Ranks, stack: ExitStack) -> RunFolder:
+    """The run's folder: rank 0 holds it, the others use it once it stands."""
+    if ranks.leads:
+        folder = open_folder(config)
+        stack.callback(folder.close)
+        ranks.tell(folder.path)
+        return folder
+    folder = RunFolder(ranks.tell(Path()), None, {})
+    ranks.log = folder.logs / f"rank_{ranks.rank}.log"
+    return folder
+
+
+def _set_up(
+    config: Config,
+    folder: RunFolder,
+    backend: ResolvedBackend,
+    found: list[checkpoint.CheckpointInfo],
+    tracker: TrackerSet,
+    stack: ExitStack,
+    flag: InterruptFlag,
+    ranks: Ranks,
+) -> Run:
     clock = Phases(tracker)
     with clock("start"):
-        backend = resolve_backend(config.backend)
-        driver = DriverProcess(driver_spec(config, folder.store, folder.logs))
-        stack.callback(driver.close)
-        name = config.tasks.environment
-        tasks = {
-            split: driver.tasks(name, split, count)
-            for split, count in (
-                ("train", config.tasks.train_tasks),
-                ("dev", config.tasks.dev_tasks),
-                ("test", config.tasks.test_tasks),
-            )
-        }
-        codec = _tokenizer(config, folder, driver)
-        hf = _model_config(config, codec)
-        folder.write_json("model_config.json", hf.to_dict())
-        engine = start_engine(config, hf, folder.logs)
-        stack.callback(engine.close)
-        driver.open(engine.connect(), folder.tokenizer)
-        builder = _TrainerBuilder(config, hf, backend, stack)
+        players = _start_players(config, folder, stack) if ranks.leads else None
+        hf = ranks.tell(None if players is None else players.hf)
+        assert hf is not None
+        builder = TrainerBuilder(config, hf, backend, stack)
+    store = TrajectoryStore(folder.store)
+    pipeline = credit_pipeline(config)
+
+    def check() -> None:
+        ranks.check()
+        flag.check()
+
+    lead = None if players is None else _lead(config, folder, players, store, pipeline, tracker, stack, check)
+    weights = None
+    if not found:
+        weights = first_weights(
+            config, folder, hf, builder, players, ranks=ranks, clock=clock, tracker=tracker, flag=flag
+        )
+    trainer = builder.build(config.optimizer)
+    if weights is not None:
+        checkpoint.load_weights(weights, trainer.chunks)
+        trainer.optimizer.reload_model_params()
+    run = Run(
+        config=config,
+        folder=folder.path,
+        hf=hf,
+        trainer=trainer,
+        ranks=ranks,
+        gather=gather_over(trainer.context.groups.dp),
+        lead=lead,
+        store=store,
+        pipeline=pipeline,
+        terms=loss_terms(config),
+        tracker=tracker,
+        clock=clock,
+        flag=flag,
+        started=time.monotonic(),
+        profiler=StepProfiler(config.profile.steps, folder.path / profiling.FOLDER, ranks.rank, trainer.chunks),
+        peak=_peak(config, backend, ranks),
+    )
+    stack.callback(run.saver.close)
+    stack.callback(run.profiler.close)
+    if found:
+        _continue_from(run, found[-1])
+    else:
+        run.incarnation = run.led(lambda lead: _open_journal(run, lead, 0, 0))
+        run.resumed = {run.incarnation: 0}  # an earlier one may have trained and saved nothing
+        if needs_reference(run.terms):
+            run.reference = trainer.snapshot()
+    run.tidy_store()
+    run.publish()
+    return run
+
+
+def _peak(config: Config, backend: ResolvedBackend, ranks: Ranks) -> float | None:
+    """FLOP/s of all ranks, measured at once as they train at once; on rank 0, where it is wanted."""
+    if not config.profile.peak:
+        return None
+    every = ranks.gather(measured_peak(backend.torch_device, backend.dtype), "measure its peak")
+    return None if every is None else sum(every)
+
+
+def _start_players(config: Config, folder: RunFolder, stack: ExitStack) -> Players:
+    """The driver with its environments, the tokenizer and the engine."""
+    driver = DriverProcess(driver_spec(config, folder.store, folder.logs))
+    stack.callback(driver.close)
+    name = config.tasks.environment
+    tasks = {
+        split: driver.tasks(name, split, count)
+        for split, count in (
+            ("train", config.tasks.train_tasks),
+            ("dev", config.tasks.dev_tasks),
+            ("test", config.tasks.test_tasks),
+        )
+    }
+    codec = _tokenizer(config, folder, driver)
+    hf = _model_config(config, codec)
+    folder.write_json("model_config.json", hf.to_dict())
+    engine = start_engine(config, hf, folder.logs)
+    stack.callback(engine.close)
+    driver.open(engine.connect(), folder.tokenizer)
+    return Players(driver, engine, codec, hf, tasks)
+
+
+def _lead(
+    config: Config,
+    folder: RunFolder,
+    players: Players,
+    store: TrajectoryStore,
+    pipeline: Pipeline,
+    tracker: TrackerSet,
+    stack: ExitStack,
+    check: Callable[[], None],
+) -> Lead:
+    """What rank 0 alone holds; the journal is replayed, and not yet gone on with."""
+    tasks = players.tasks
     check_task_set(tasks["train"], config.batch.tasks_per_step)
     source = instantiate(config.tasks.source, tasks=tasks["train"], seed=config.run.seed)
     coordinator = open_coordinator(folder.path / "journal.jsonl")
     stack.callback(coordinator.close)
     if coordinator.warning:
         print(f"warning: {coordinator.warning}", file=sys.stderr)
-    store = TrajectoryStore(folder.store)
-    credit = config.credit
-    found = checkpoint.list_checkpoints(folder.checkpoints)
-    if found:
-        trainer = builder.build(config.optimizer)
-    else:
-        weights = _first_weights(config, folder, driver, engine, codec, hf, builder, tasks["dev"], clock, tracker, flag)
-        trainer = builder.build(config.optimizer)
-        if weights is not None:
-            checkpoint.load_weights(weights, trainer.chunks)
-            trainer.optimizer.reload_model_params()
-    run = Run(
-        config=config,
-        folder=folder.path,
-        hf=hf,
-        trainer=trainer,
-        engine=engine,
-        driver=driver,
-        coordinator=coordinator,
-        source=source,
-        store=store,
-        pipeline=Pipeline(
-            [(n, instantiate(node, skip=("order",))) for n, node in ordered(credit.edits, "credit.edits")],
-            baseline=Baseline(
-                normalize=credit.normalize,
-                std_ddof=credit.std_ddof,
-                eps=credit.eps,
-                tolerance=credit.filter.tolerance,
-            ),
-        ),
-        terms=_loss_terms(config),
-        tracker=tracker,
-        dev_tasks=tasks["dev"],
-        test_tasks=tasks["test"],
-        clock=clock,
-        flag=flag,
-        started=time.monotonic(),
+    collector = Collector(
+        config,
+        coordinator,
+        source,
+        players.driver,
+        store,
+        own_signal=pipeline.own_signal,
+        check=check,
+        progress=tracker.advance,
     )
-    if found:
-        _continue_from(run, found[-1])
-    else:
-        coordinator.resume(0, lambda meta: store.exists(Ref(meta.ref)))
-        run.resumed = {coordinator.state.incarnation: 0}  # an earlier one may have trained and saved nothing
-        _skip(source, coordinator.state.draws)
-        if needs_reference(run.terms):
-            run.reference = trainer.snapshot()
-    run.tidy_store()
-    run.publish()
-    return run
+    return Lead(players.engine, players.driver, coordinator, source, collector, tasks["dev"], tasks["test"])
 
 
 def _tokenizer(config: Config, folder: RunFolder, driver: DriverProcess) -> ChatCodec:
@@ -219,131 +306,39 @@ def _model_config(config: Config, codec: ChatCodec) -> HFConfig:
     return hf
 
 
-class _TrainerBuilder:
-    """Builds the trainer, for the warm start and for RL alike: same layout, other optimizer settings."""
-
-    def __init__(self, config: Config, hf: HFConfig, backend: Any, stack: ExitStack) -> None:
-        from megatron_ext.models.parallel import initialize, shutdown
-
-        self._config, self._hf, self._backend = config, hf, backend
-        self.context = initialize(config.parallel, backend, config.run.seed)
-        stack.callback(shutdown, self.context)
-
-    def build(self, optimizer: OptimizerConfig, aux_loss_coefficient: float | None = None) -> Trainer:
-        from megatron_ext.training.optimizer import wrap
-
-        config = self._config
-        torch.manual_seed(config.run.seed)
-        chunks, router = build_chunks(config, self._hf, self._backend, aux_loss_coefficient)
-        wrapped, megatron_optimizer = wrap(chunks, optimizer, config.parallel, self._backend)
-        return Trainer(wrapped, megatron_optimizer, self.context, temperature=config.rollout.temperature, router=router)
-
-
-def _loss_terms(config: Config) -> dict[str, LossTerm]:
-    return {name: instantiate(node, skip=("order",)) for name, node in ordered(config.loss.terms, "loss.terms")}
-
-
-def _first_weights(
-    config: Config,
-    folder: RunFolder,
-    driver: DriverProcess,
-    engine: EngineControl,
-    codec: ChatCodec,
-    hf: HFConfig,
-    builder: _TrainerBuilder,
-    dev_tasks: list[Task],
-    clock: Phases,
-    tracker: TrackerSet,
-    flag: InterruptFlag,
-) -> Path | None:
-    """Weights that RL starts from: of a warm start (cached by all that decides it), or None for the model's own."""
-    warm = config.warm_start
-    if not warm.enabled:
-        return None
-    root = warm_start_folder(config, folder.path, hf)
-    weights = root / f"rank_{builder.context.rank}.pt"
-    if weights.exists():
-        (folder.path / "warm_start.json").write_text((root / "report.json").read_text())
-        return weights
-    trainer = builder.build(warm.optimizer, aux_loss_coefficient=warm.aux_loss_coefficient)
-    with clock("warm_start"):
-        environment = config.tasks.environment
-        train_tasks = driver.tasks(environment, "train", min(warm.demonstrations, config.tasks.train_tasks))
-        chosen = [train_tasks[i % len(train_tasks)] for i in range(warm.demonstrations)]
-        demos = driver.demonstrate(
-            environment,
-            chosen,
-            mistake_rate=warm.mistake_rate,
-            seed=config.run.seed,
-            max_turns=config.rollout.max_turns,
-        )
-        harness = instantiate(config.harness)
-        batch = demonstration_batch(codec, harness, demos, driver.tools(environment), config.model.max_context)
-
-        def gate() -> float:
-            publish(engine, trainer.chunks, hf, 0)
-            result = evaluate(
-                driver,
-                dev_tasks[: warm.gate_tasks],
-                "gate",
-                samples=0,
-                temperature=0.0,
-                progress=lambda done: None,
-                check=flag.check,
-            )
-            return float(result.greedy.mean())
-
-        last: list[float] = []
-
-        def on_step(step: int, total: int, loss: float) -> None:
-            flag.check()
-            last.append(loss)
-            if step == 1:
-                tracker.phase("warm_start", total)
-            if step % 10 == 0:
-                tracker.advance(step, f"loss {sum(last[-10:]) / len(last[-10:]):.3f}")
-
-        def on_gate(step: int, loss: float, success: float) -> None:
-            tracker.phase(f"warm start, step {step}: loss {loss:.3f}, dev success {success:.3f}")
-            with (folder.logs / "warm_start.jsonl").open("a") as log:
-                log.write(json.dumps({"step": step, "loss": loss, "dev_success": success}) + "\n")
-
-        report: WarmStartReport = run_warm_start(
-            trainer,
-            batch,
-            warm,
-            seed=config.run.seed,
-            tokens_per_microbatch=config.batch.tokens_per_microbatch,
-            gate=gate,
-            on_step=on_step,
-            on_gate=on_gate,
-        )
-    text = json.dumps(
-        {**dataclasses.asdict(report), "demonstration_success": sum(d.success for d in demos) / len(demos)}
-    )
-    # The weights come last: where they are, the report is (runs that share a cache look for them at any time).
-    root.mkdir(parents=True, exist_ok=True)
-    temporary = root / f"report.{os.getpid()}.tmp"
-    temporary.write_text(text)
-    temporary.replace(root / "report.json")
-    checkpoint.save_weights(weights, trainer.chunks)
-    (folder.path / "warm_start.json").write_text(text)
-    return weights
-
-
 def _continue_from(run: Run, info: checkpoint.CheckpointInfo) -> None:
     """Restores everything a checkpoint holds and undoes what came after it."""
-    states = checkpoint.load(info, run.config.recipe, run.trainer)
+    restored = checkpoint.load(info, run.config.recipe, run.trainer)
+    states = restored.states
     run.step, run.updates = info.step, int(states["updates"])
     run.seconds_before = float(states["seconds"])
-    run.reference = states["reference"]
+    run.reference = restored.reference
     run.pipeline.load_state_dict(states["edits"])
     run.trainer.router.load_state_dict(states["router"])
-    run.source.load_state_dict(states["source"])
-    run.coordinator.resume(info.step, lambda meta: run.store.exists(Ref(meta.ref)))
-    # Draws are never undone: skip what the journal already holds.
-    _skip(run.source, run.coordinator.state.draws - int(states["draws"]))
-    run.resumed = {**states["resumed"], run.coordinator.state.incarnation: run.updates}
+    if run.lead is not None:
+        run.lead.source.load_state_dict(states["source"])
+    run.incarnation = run.led(lambda lead: _open_journal(run, lead, info.step, int(states["draws"])))
+    if run.lead is not None:
+        run.lead.collector.load_state_dict(states["reports"])
+    # Where steps repeat exactly, the weights of an undone step are those of the step that replaces it.
+    run.resumed = {} if run.config.run.deterministic else {**states["resumed"], run.incarnation: run.updates}
+
+
+def _open_journal(run: Run, lead: Lead, step: int, draws: int) -> int:
+    """Goes on from the checkpoint of ``step``, at which the source had drawn ``draws`` tasks; the new incarnation."""
+    state, exact = lead.coordinator.state, run.config.run.deterministic
+
+    def available(meta: GroupMeta) -> bool:
+        wanted = not exact or deterministic.keeps(state.groups[meta.group_id], step)
+        return wanted and run.store.exists(Ref(meta.ref))
+
+    lead.coordinator.resume(step, available)
+    # Draws are never undone: what the journal holds is played again in its order, or passed over by the source.
+    if exact:
+        lead.collector.play_again(state.draws - draws)
+    else:
+        _skip(lead.source, state.draws - draws)
+    return lead.coordinator.state.incarnation
 
 
 def _skip(source: TaskSource, count: int) -> None:
@@ -363,17 +358,19 @@ def _evaluate_before(run: Run, folder: RunFolder) -> None:
     it, and later weights are never taken for those."""
     if run.step > 0 or not run.config.evaluation.before:
         return
-    result = _load_before(folder)
+    result = run.ranks.led(lambda: _load_before(folder))
     if result is None:
-        result = run.evaluate(run.test_tasks, "before", run.config.evaluation.samples)
-        save_result(folder.evaluations / "before.json", result)
+        result = run.evaluate(lambda lead: lead.test_tasks, "before")
+        if run.lead is not None:
+            save_result(folder.evaluations / "before.json", result)
     run.tracker.log(0, result.summary())  # also when it was loaded: what a run without a checkpoint logged is dropped
 
 
 def _evaluate_after(run: Run, folder: RunFolder) -> EvalResult | None:
     if not run.config.evaluation.after:
         return None
-    result = run.evaluate(run.test_tasks, "after", run.config.evaluation.samples)
-    save_result(folder.evaluations / "after.json", result)
+    result = run.evaluate(lambda lead: lead.test_tasks, "after")
+    if run.lead is not None:
+        save_result(folder.evaluations / "after.json", result)
     run.tracker.log(run.step, result.summary())
     return result

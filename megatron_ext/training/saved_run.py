@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.saved import load_resolved
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, ParallelConfig
 from megatron_ext.models.backends import resolve_backend
 from megatron_ext.models.hf_config import HFConfig, load_hf_config
 from megatron_ext.training import checkpoint
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class SavedRun:
     """A run and one of its sets of weights: those of ``step``, 0 being the policy that RL started from. ``weights`` is
-    the file of rank 0, None where they are the configuration's own first ones; ``steps`` can be asked for."""
+    a checkpoint's folder or a warm start's file, None where they are the configuration's own first ones; ``steps`` can
+    be asked for."""
 
     path: Path
     config: Config
@@ -66,7 +67,7 @@ def open_saved(path: Path, step: int | None = None) -> SavedRun:
     else:
         files[0] = None
     for found in checkpoint.list_checkpoints(path / "checkpoints"):
-        files[found.step] = found.folder / "rank_0.pt"
+        files[found.step] = found.folder
     if not files:
         raise CheckpointError(f"{path} holds no weights yet: its warm start is not finished; start the run again")
     chosen = max(files) if step is None else step
@@ -77,14 +78,20 @@ def open_saved(path: Path, step: int | None = None) -> SavedRun:
 
 @contextmanager
 def loaded_model(saved: SavedRun) -> Iterator[list[GPTModel]]:
-    """A freshly built model with the saved weights, on one rank; its process groups end with the context."""
+    """A freshly built model with the saved weights, on one rank; its process groups end with the context.
+
+    However many ranks trained it: a checkpoint is read by any layout. A warm start is kept by place in its layout.
+    """
     from megatron_ext.models.parallel import initialize, shutdown
 
-    config = saved.config
+    config = dataclasses.replace(saved.config, parallel=ParallelConfig())
     if saved.weights is not None:
-        ranks = len(list(saved.weights.parent.glob("rank_*.pt")))
-        if ranks > 1:
-            raise CheckpointError(f"{saved.weights.parent} was written by {ranks} ranks; only those of one can be read")
+        places = 1 if saved.weights.is_dir() else len(list(saved.weights.parent.glob("rank_*.pt")))
+        if places > 1:
+            raise CheckpointError(
+                f"{saved.weights.parent} is in {places} parts, as its ranks shared the model; only a whole one can be "
+                f"read here: ask for a checkpoint; {_list(saved.steps)}"
+            )
         # Drawn weights are overwritten at once, and need nothing from outside the folder.
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=""))
     backend = resolve_backend(config.backend)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.instantiate import instantiate
+from megatron_ext.config.instantiate import instantiate, ordered
 from megatron_ext.config.saved import as_tree
-from megatron_ext.config.schema import Config
+from megatron_ext.config.schema import Config, OptimizerConfig
+from megatron_ext.credit.base import Baseline
+from megatron_ext.credit.pipeline import Pipeline
+from megatron_ext.losses.protocol import LossTerm
 from megatron_ext.models.backends import ResolvedBackend
 from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.moe.protocol import RouterPolicy
@@ -19,6 +23,8 @@ from megatron_ext.training.warm_start import warm_start_key
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+    from megatron_ext.training.trainer import Trainer
 
 
 def driver_spec(config: Config, store: Path, logs: Path) -> DriverSpec:
@@ -41,12 +47,14 @@ def driver_spec(config: Config, store: Path, logs: Path) -> DriverSpec:
 
 def start_engine(config: Config, hf: HFConfig, logs: Path) -> EngineControl:
     """The configured engine, without weights yet; close it."""
+    exact: dict[str, Any] = {"batch_invariant": True} if config.run.deterministic else {}
     engine: EngineControl = instantiate(
         config.rollout.engine,
         hf_config=hf.to_dict(),
         max_context=config.model.max_context,
         threads=config.run.threads,
         log_path=logs / "engine.log",
+        **exact,
     )
     return engine
 
@@ -68,6 +76,48 @@ def build_chunks(
     chunks = build_model(hf, model, config.parallel, backend, router.config_overrides(), seed=config.run.seed)
     router.apply(chunks)
     return chunks, router
+
+
+def credit_pipeline(config: Config) -> Pipeline:
+    """The credit edits behind the configured baseline."""
+    credit = config.credit
+    return Pipeline(
+        [(n, instantiate(node, skip=("order",))) for n, node in ordered(credit.edits, "credit.edits")],
+        baseline=Baseline(
+            normalize=credit.normalize,
+            std_ddof=credit.std_ddof,
+            eps=credit.eps,
+            tolerance=credit.filter.tolerance,
+        ),
+    )
+
+
+def loss_terms(config: Config) -> dict[str, LossTerm]:
+    """The loss terms by name, in their order."""
+    return {name: instantiate(node, skip=("order",)) for name, node in ordered(config.loss.terms, "loss.terms")}
+
+
+class TrainerBuilder:
+    """Builds the trainer, for the warm start and for RL alike: same layout, other optimizer settings."""
+
+    def __init__(self, config: Config, hf: HFConfig, backend: ResolvedBackend, stack: ExitStack) -> None:
+        from megatron_ext.models.parallel import initialize, shutdown
+
+        self._config, self._hf, self._backend = config, hf, backend
+        self.context = initialize(config.parallel, backend, config.run.seed)
+        stack.callback(shutdown, self.context)
+
+    def build(self, optimizer: OptimizerConfig, aux_loss_coefficient: float | None = None) -> Trainer:
+        import torch
+
+        from megatron_ext.training.optimizer import wrap
+        from megatron_ext.training.trainer import Trainer
+
+        config = self._config
+        torch.manual_seed(config.run.seed)
+        chunks, router = build_chunks(config, self._hf, self._backend, aux_loss_coefficient)
+        wrapped, megatron_optimizer = wrap(chunks, optimizer, config.parallel, self._backend)
+        return Trainer(wrapped, megatron_optimizer, self.context, temperature=config.rollout.temperature, router=router)
 
 
 def warm_start_folder(config: Config, run: Path, hf: HFConfig) -> Path:

@@ -98,9 +98,7 @@ def _reward_parts(batch: TrajectoryBatch, gather: Gather) -> dict[str, float]:
     everybody = gather((own, int(counted.sum())))
     names = {name: None for sums, _ in everybody for name in sums}
     number = sum(count for _, count in everybody)
-    return {
-        f"reward/part/{name}": sum(sums.get(name, 0.0) for sums, _ in everybody) / max(number, 1) for name in names
-    }
+    return {f"reward/part/{name}": sum(sums.get(name, 0.0) for sums, _ in everybody) / max(number, 1) for name in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,8 +174,8 @@ def update_metrics(
 ) -> dict[str, float]:
     """Loss, gradient norm and policy metrics (means over the optimizer steps that were applied), drift and staleness.
 
-    ``batch``, ``rows`` and ``scores`` are this rank's part. ``version`` is the policy version of the weights that opened
-    the batch: lag counts from there.
+    ``batch``, ``rows`` and ``scores`` are this rank's part. ``version`` is the policy version of the weights that
+    opened the batch: lag counts from there.
     """
     applied = [r for r in results if r.applied]  # what a skipped step measured may be NaN, and trained nothing
     names = sorted({name for r in applied for name in r.metrics})

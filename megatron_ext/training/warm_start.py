@@ -2,6 +2,9 @@
 
 A random model never earns a reward. The warm start stops when greedy success on dev tasks reaches a target, not after a
 fixed number of passes: how weak the start is decides what RL has left to teach.
+
+Every rank knows all demonstrations, so that the ranks share each step's out by themselves; the loss is the same for any
+number of them (but for Megatron's auxiliary loss, which is one of a micro-batch).
 """
 
 from __future__ import annotations
@@ -19,12 +22,11 @@ from numpy.typing import NDArray
 
 from megatron_ext.config.schema import WarmStartConfig
 from megatron_ext.losses.sft import NegativeLogLikelihood
-from megatron_ext.training.microbatch import build_microbatch
+from megatron_ext.training.lockstep import rank_microbatches
 from megatron_ext.training.schedule import learning_rate
 from megatron_ext.training.trainer import TokenInputs, Trainer
-from megatron_ext.trajectory.packing import pack
 from megatron_ext.trajectory.record import TrajectoryBatch
-from megatron_ext.trajectory.rows import make_rows
+from megatron_ext.trajectory.rows import Rows, make_rows
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ def supervised_weights(batch: TrajectoryBatch, observation_weight: float) -> NDA
     return np.where(batch.loss_mask, 1.0, observation_weight).astype(np.float32)
 
 
+def predicted(batch: TrajectoryBatch, rows: Rows, select: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Tokens of each row that are predicted, int64 [R, 2]: actions, and the others."""
+    entry = select.copy()
+    entry[rows.row_offsets[:-1]] = False  # nothing predicts a row's first token
+    action = batch.loss_mask[rows.token]
+    ends = [np.concatenate([[0], np.cumsum(entry & kind)])[rows.row_offsets] for kind in (action, ~action)]
+    return np.stack([np.diff(counts) for counts in ends], axis=1)
+
+
 def run_warm_start(
     trainer: Trainer,
     batch: TrajectoryBatch,
@@ -58,14 +69,18 @@ def run_warm_start(
     on_gate: Callable[[int, float, float], None],
 ) -> WarmStartReport:
     """Trains on ``batch`` until the gate or ``max_epochs``. ``gate`` returns greedy dev success under the current
-    weights; ``on_step(step, total, loss)`` is called after each optimizer step and may raise to interrupt,
-    ``on_gate(step, loss, success)`` after each look at the gate."""
+    weights, the same on every rank; ``on_step(step, total, loss)`` is called after each optimizer step and may raise to
+    interrupt (on every rank), ``on_gate(step, loss, success)`` after each look at the gate."""
     rows = make_rows(batch)
     lengths = rows.lengths
     per_epoch = math.ceil(len(lengths) / config.trajectories_per_step)
     total = max(1, int(per_epoch * config.max_epochs))
     raw = supervised_weights(batch, config.observation_weight)
-    zeros = torch.zeros(batch.num_tokens)
+    select = raw[rows.token] > 0
+    counts = predicted(batch, rows, select)
+    device = trainer.context.device
+    zeros = torch.zeros(batch.num_tokens, device=device)
+    every_action, every_value = (torch.from_numpy(a.copy()).to(device) for a in (batch.loss_mask, raw))
     terms = {"nll": NegativeLogLikelihood()}
     step, loss, success = 0, 0.0, 0.0
     while step < total:
@@ -73,15 +88,15 @@ def run_warm_start(
         order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
         for begin in range(0, len(order), config.trajectories_per_step):
             members = order[begin : begin + config.trajectories_per_step]
-            plan = pack(lengths[members], cap=tokens_per_microbatch)
-            select = raw[rows.token] > 0
-            micro = [build_microbatch(batch, rows, members[mb], select) for mb in plan.microbatches[0]]
-            weight = torch.zeros(batch.num_tokens)
+            micro = rank_microbatches(
+                batch, rows, trainer.context, cap=tokens_per_microbatch, members=members, select=select
+            )
+            weight = torch.zeros_like(zeros)
             tokens = torch.cat([mb.token for mb in micro])
-            action = torch.from_numpy(batch.loss_mask.copy())[tokens]
-            values = torch.from_numpy(raw)[tokens]
+            action, values = every_action[tokens], every_value[tokens]
             # Actions and observations are normalised apart: the weight of one does not depend on the other's number.
-            weight[tokens] = torch.where(action, values / action.sum(), values / (~action).sum().clamp(min=1))
+            actions, others = counts[members].sum(axis=0).clip(min=1).tolist()
+            weight[tokens] = torch.where(action, values / actions, values / others)
             inputs = TokenInputs(zeros, zeros, zeros, weight)
             result = trainer.update(micro, inputs, terms, learning_rate(config.optimizer, step, total))
             step, loss = step + 1, result.loss

@@ -55,6 +55,18 @@ BAD: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"parallel__pipeline": 2, "parallel__virtual_pipeline": 4}, 2, ["2 x 4 = 8", "4 layers"]),
     ({"parallel__virtual_pipeline": 2}, 1, ["virtual_pipeline=2", "pipeline above 1"]),
     ({"parallel__tensor": 2}, 2, ["parallel.sequence=true"]),
+    ({"run__deterministic": True, "backend__device": "cuda"}, 1, ["run.deterministic=true", "backend.device=cpu only"]),
+    (
+        {"run__deterministic": True, "rollout__engine": {"_target_": f"{HERE}.Game", "level": 1}},
+        1,
+        ["run.deterministic=true", "takes no batch_invariant"],
+    ),
+    ({"checkpoint__best": "eval/dev/greedy_pass"}, 1, ["checkpoint.best", "nearest"]),
+    ({"profile__steps": [2]}, 1, ["profile.steps=[2]", "first and the last step"]),
+    ({"profile__steps": [3, 2]}, 1, ["profile.steps=[3,2]", "must not come after"]),
+    ({"profile__steps": [0, 2]}, 1, ["profile.steps=[0,2]", "count from 1"]),
+    ({"profile__steps": [2, 101]}, 1, ["profile.steps=[2,101]", "step 100 (run.steps)"]),
+    ({"checkpoint__best": "train/lr"}, 1, ["checkpoint.best=train/lr", "neither better nor worse"]),
     ({"parallel__sequence": True}, 1, ["parallel.sequence=true", "tensor above 1"]),
     ({"parallel__tensor": 2, "parallel__sequence": True}, 3, ["does not divide the 3 training ranks"]),
     ({"parallel__expert": 4}, 2, ["expert", "does not divide the 2 training ranks"]),
@@ -75,7 +87,27 @@ BAD: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"run__steps": -1}, 1, ["run.steps=-1"]),
     ({"model__max_context": 4096, "batch__tokens_per_microbatch": 4096}, 1, ["2048 positions"]),
     ({"optimizer__schedule": "step"}, 1, ["optimizer.schedule=step", "constant, cosine, linear"]),
-    ({"loss__aggregation": "mean"}, 1, ["token_mean, row_mean, trajectory_mean, prompt_mean"]),
+    ({"loss__aggregation": "mean"}, 1, ["token_mean, row_mean, turn_mean, trajectory_mean, prompt_mean"]),
+    (
+        {"batch__share_prefixes": True, "parallel__context": 2},
+        2,
+        ["batch.share_prefixes=true", "parallel.context=2 cuts rows over ranks"],
+    ),
+    (
+        {"batch__share_prefixes": True, "model__aux_loss_coefficient": 0.01},
+        1,
+        ["batch.share_prefixes=true", "aux_loss_coefficient=0.01"],
+    ),
+    (
+        {"batch__share_prefixes": True, "backend__layer_spec": "te"},
+        1,
+        ["batch.share_prefixes=true", "layer_spec=te is Transformer Engine", "layer_spec=local"],
+    ),
+    (
+        {"batch__share_prefixes": True, "backend__device": "cuda"},
+        1,
+        ["batch.share_prefixes=true", "layer_spec=auto is Transformer Engine", "layer_spec=local"],
+    ),
     ({"optimizer__beta2": 1.0}, 1, ["optimizer.beta2=1.0"]),
     ({"optimizer__lr": 0.0}, 1, ["optimizer.lr=0.0"]),
     ({"environments": {}}, 1, ["environments: none"]),
@@ -98,6 +130,11 @@ BAD: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"tasks__environment": "gmae"}, 1, ["tasks.environment=gmae", "game"]),
     ({"rewards": {}}, 1, ["rewards: none"]),
     ({"loss__terms": {}}, 1, ["loss.terms: none"]),
+    (
+        {"loss__terms": {"p": {"_target_": "megatron_ext.losses.policy.GSPO"}}, "batch__tokens_per_row": 256},
+        1,
+        ["batch.tokens_per_row=256", "loss.terms.p", "granularity"],
+    ),
     ({"tasks__test_tasks": 0}, 1, ["tasks.test_tasks=0"]),
     ({"tasks__dev_tasks": 0, "evaluation__every": 5}, 1, ["tasks.dev_tasks=0"]),
     ({"warm_start__enabled": True, "tasks__dev_tasks": 10}, 1, ["gate_tasks=64"]),
@@ -121,6 +158,12 @@ def test_an_impossible_combination_is_one_line(overrides: dict[str, Any], world:
     assert found and all("\n" not in line for line in found)
     for word in words:
         assert word in "\n".join(found)
+
+
+def test_prefixes_may_be_shared_by_local_layers() -> None:
+    for backend in ({"device": "cpu"}, {"device": "cuda", "layer_spec": "local"}):
+        overrides = {f"backend__{key}": value for key, value in backend.items()}
+        assert problems(config(batch__share_prefixes=True, **overrides), HF) == []
 
 
 def test_single_mistakes_are_not_reported_twice() -> None:

@@ -22,7 +22,10 @@ class StopAt:
     def phase(self, name: str, total: int | None = None) -> None:
         if (name, self._logged) == (self._phase, self._step):
             self._phase = ""
-            os.kill(os.getpid(), self._number)
+            os.kill(self._target(), self._number)
+
+    def _target(self) -> int:
+        return os.getpid()
 
     def advance(self, done: int, note: str = "") -> None: ...
 
@@ -30,3 +33,46 @@ class StopAt:
         self._logged = step
 
     def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class StopRank(StopAt):
+    """As ``StopAt``, for rank ``rank`` of the same job (trackers live on rank 0). ``stopped`` in the run's folder is
+    touched at that moment."""
+
+    def __init__(self, phase: str, step: int, rank: int, number: int = signal.SIGKILL) -> None:
+        super().__init__(phase, step, number)
+        self._rank = rank
+        self._stopped = Path()
+
+    def start(self, run_dir: Path, config: Mapping[str, Any], resumed_from: int | None) -> None:
+        super().start(run_dir, config, resumed_from)
+        self._stopped = run_dir / "stopped"
+
+    def _target(self) -> int:
+        self._stopped.touch()  # when it was
+        return pid_of_rank(self._rank, os.environ["MASTER_PORT"])
+
+
+def pid_of_rank(rank: int, port: str) -> int:
+    """The process that a launcher started as ``rank`` of the job at ``port`` on this machine."""
+    wanted = {f"RANK={rank}".encode(), f"MASTER_PORT={port}".encode()}
+    for folder in Path("/proc").iterdir():
+        # Children of a rank inherit its environment; a rank itself runs under the launcher, which has none of this.
+        if folder.name.isdecimal() and wanted <= _environment(folder) and not wanted <= _environment(_parent(folder)):
+            return int(folder.name)
+    raise ProcessLookupError(f"no rank {rank} of a job at port {port} runs here")
+
+
+def _environment(folder: Path) -> set[bytes]:
+    try:
+        return set((folder / "environ").read_bytes().split(b"\0"))
+    except OSError:  # it ended, or is not ours
+        return set()
+
+
+def _parent(folder: Path) -> Path:
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return folder
+    return folder.parent / fields[1]

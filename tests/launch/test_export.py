@@ -99,17 +99,14 @@ def test_bad_input_is_one_line(walk_run: RunResult, tmp_path: Path, capsys: pyte
 
     broken = tmp_path / "broken"
     shutil.copytree(walk_run.run_dir, broken)
-    weights = broken / "checkpoints" / "step_2" / "rank_0.pt"
+    weights = broken / "checkpoints" / "step_2" / "__0_0.distcp"
     weights.write_bytes(weights.read_bytes()[:1000])
     out = tmp_path / "hf"
     line = errors([str(broken), "--out", str(out)], capsys)
-    assert "step_2" in line and "corrupt" in line and "it has: 0 (before training), 1, 2" in line
+    assert "step_2" in line and "has 1000 bytes" in line and "it has: 0 (before training), 1, 2" in line
     assert not out.exists()
     weights.unlink()
-    assert "rank_0.pt is missing" in errors([str(broken)], capsys)
-    (weights.parent / "rank_1.pt").touch()
-    (weights.parent / "rank_0.pt").touch()
-    assert "2 ranks" in errors([str(broken)], capsys)
+    assert "__0_0.distcp cannot be read" in errors([str(broken)], capsys)
 
     shutil.rmtree(broken / "checkpoints")
     shutil.rmtree(broken / "warm_start")

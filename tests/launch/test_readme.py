@@ -50,9 +50,14 @@ def test_every_command_is_there_and_every_override_is_right(
         seen.add(module)
         importlib.import_module(module)
         overrides = [w for w in words[words.index(module) + 1 :] if "=" in w and not w.startswith("-")]
+        ranks = words[words.index("--nproc-per-node") + 1] if "--nproc-per-node" in words else "1"
+        monkeypatch.setenv("WORLD_SIZE", ranks)  # as the launcher does
         if module == "launch.train" and overrides[0] not in OWN:
             prepare(overrides)
-    assert seen == {"launch.train", "launch.eval", "launch.export", "launch.table", "launch.bench"}
+    assert seen == {
+        *("launch.train", "launch.eval", "launch.export", "launch.table", "launch.bench"),
+        *("launch.report", "launch.inspect"),
+    }
     assert {f"launch.{name}" for name in cli.COMMANDS} - {"launch.quickstart"} == seen
 
 

@@ -41,6 +41,8 @@ class Runs:
         self.path = folder / "walk"
         self._recipes, self._root = recipes, root
         self._argv = ["recipe=walk", f"run.root={folder}", f"run.steps={STEPS}", "checkpoint.every=2"]
+        # What is on the disk at a kill is then known; tests/launch/test_kill.py saves while training goes on.
+        self._argv += ["checkpoint.asynchronous=false"]
 
     def __call__(self, *argv: str, **stop: object) -> tuple[int, dict[str, object]]:
         """Exit status and what the run says of itself (nothing when it was killed)."""

@@ -66,13 +66,21 @@ def test_world_size_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare(argv).parallel.tensor == 2
 
 
-def test_training_runs_on_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_are_what_a_launcher_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train.main(["recipe=quickstart"]) == 2
-    assert "2 training ranks (WORLD_SIZE): training runs on one" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "WORLD_SIZE=2 in the environment without RANK" in line and "torchrun" in line
+    monkeypatch.setenv("RANK", "1")
+    assert train.main(["recipe=quickstart"]) == 2 and capsys.readouterr().err == "", "rank 0 alone speaks"
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match="WORLD_SIZE='two' in the environment"):
         prepare(["recipe=quickstart"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_and_tokenizer_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
@@ -103,7 +111,8 @@ def test_weights_and_tokenizer_are_looked_at_before_anything_starts(tmp_path: Pa
     assert "not a readable safetensors file" in line
 
 
-RESULT = RunResult(0.25, 0.75, 40, 123.44, Path("runs/quickstart"), interrupted=False)
+RUN = Path("runs/quickstart")
+RESULT = RunResult(0.25, 0.75, 40, 123.44, RUN, interrupted=False, report=RUN / "report.html")
 
 
 def test_quickstart_prints_before_and_after(
@@ -120,7 +129,8 @@ def test_quickstart_prints_before_and_after(
     monkeypatch.setattr(quickstart, "run", run)
     assert quickstart.main(["run.steps=3"]) == 0
     out = capfd.readouterr().out
-    assert "25.0 % before" in out and "75.0 % after" in out and "runs/quickstart" in out
+    assert "25.0 % before" in out and "75.0 % after" in out
+    assert out.splitlines()[-2:] == ["kept in runs/quickstart", "report: runs/quickstart/report.html"]
     assert seen == [["recipe=quickstart", "run.steps=3"]]
 
     assert quickstart.main(["--json"]) == 0
@@ -130,7 +140,8 @@ def test_quickstart_prints_before_and_after(
         "success_after": 0.75,
         "steps": 40,
         "seconds": 123.4,
-        "run_dir": str(Path("runs/quickstart").resolve()),
+        "run_dir": str(RUN.resolve()),
+        "report": str((RUN / "report.html").resolve()),
     }
     assert "progress" in captured.err
 

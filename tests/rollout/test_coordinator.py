@@ -227,7 +227,7 @@ def test_illegal_transitions_name_group_and_state_and_change_nothing() -> None:
         (lambda: run.c.finish(b.lease, meta(a.group)), f"{a.group} is consumed"),
         (lambda: run.c.finish(b.lease, replace(meta(b.group), **one_trajectory())), "1 trajectories, leased for 2"),
         (lambda: run.c.lease("d", 1, 5.0, 5.0), "driver d"),
-        (lambda: run.c.checkpointed(0), "step 0.*at step 1"),
+        (lambda: run.c.checkpointed(2), "step 2.*at step 1"),
         (lambda: run.c.add([task(1)], 0), "0 trajectories"),
         (lambda: run.c.resume(5, lambda _: True), "step 5"),
         (lambda: run.c.apply(Leased(a.group, "lease-2", "d", 1.0)), f"{a.group} is consumed"),

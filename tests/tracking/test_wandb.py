@@ -63,10 +63,27 @@ def test_resume_keeps_the_id_and_drops_undone_steps(tmp_path: Path) -> None:  # 
             tracker.finish({"success_after": 0.5})
         run_id, config, history = recorded(tmp_path)
         ids.append(run_id)
-    assert ids[0] == ids[1] == (tmp_path / "wandb_id").read_text().strip()
+    assert (tmp_path / "wandb_id").read_text().split() == [ids[0], "logged"] and ids[0] == ids[1]
     assert config["provenance"] == {"commit": "abc"} and config["run"] == {"steps": 5}
     assert [(row["_step"], row["reward/mean"]) for row in history] == [(1, 1), (2, 2), (3, 3), (4, 34), (5, 35)]
     assert len(list(tmp_path.glob("wandb/superseded/*/*.wandb"))) == 1
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_its_curve_again(tmp_path: Path) -> None:
+    """Invariant 3: nothing of what it had logged survives, and what was cut off by the kill is not uploaded."""
+    killed = PROGRAM.replace(
+        "tracker.finish", "import os, signal; os.kill(os.getpid(), signal.SIGKILL); tracker.finish"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], env=env, timeout=120, check=False)
+    assert done.returncode < 0
+    run_id = (tmp_path / "wandb_id").read_text().split()[0]
+    tracker = WandbTracker(project="tests", mode="offline")
+    tracker.start(tmp_path, {"run": {"steps": 2}}, None)
+    tracker.log(1, {"reward/mean": 0.25})
+    tracker.finish({})
+    again, _, history = recorded(tmp_path)
+    assert again == run_id and [(row["_step"], row["reward/mean"]) for row in history] == [(1, 0.25)]
 
 
 def test_offline_without_a_login_and_silent(tmp_path: Path) -> None:  # invariants 1 and 4

@@ -6,6 +6,7 @@ each group ends.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.rollout.journal import JournaledCoordinator, open_coordinator
 from megatron_ext.rollout.sources import SequentialTasks
-from megatron_ext.training.collect import DRIVER, Collector, StepGroups
+from megatron_ext.training.collect import DRIVER, Collector, StepGroups, take
 from megatron_ext.training.interrupt import Interrupted
 from megatron_ext.training.phases import Phases
 from megatron_ext.training.step_metrics import rollout_metrics
@@ -64,10 +65,18 @@ class Bench:
     coordinator: JournaledCoordinator
     store: TrajectoryStore
     progress: list[int]
+    config: Config
+    own_signal: bool
+
+    def collect(self, number: int) -> StepGroups:
+        """Rank 0 offers, and it takes, being alone."""
+        offer = self.collector.offer(number)
+        reports = self.collector.reports
+        return take(offer, self.config, self.store, own_signal=self.own_signal, reports=reports)
 
     def step(self, number: int) -> StepGroups:
         """Collects and consumes, as the loop does."""
-        groups = self.collector.collect(number)
+        groups = self.collect(number)
         self.coordinator.consume(number + 1, groups.train, groups.filtered)
         return groups
 
@@ -116,7 +125,7 @@ def bench(driver: DriverProcess, folder: Path, tokenizer: Path, tmp_path: Path) 
             check=check,
             progress=progress.append,
         )
-        return Bench(collector, coordinator, store, progress)
+        return Bench(collector, coordinator, store, progress, config, own_signal)
 
     yield make
     for coordinator in opened:
@@ -130,7 +139,7 @@ def ids(*numbers: int) -> tuple[str, ...]:
 # -- steps ----------------------------------------------------------------------------------------------------------
 def test_a_step_is_its_groups_in_the_order_they_were_added(bench: Open) -> None:  # invariants 1 and 4
     b = bench(driving.first_sample_stops, tasks=4)
-    first = b.collector.collect(0)
+    first = b.collect(0)
     assert first.train == ids(0, 1, 2, 3) and first.filtered == ()
     finished = [meta.group_id for meta in b.coordinator.ready()]
     assert finished != list(first.train), "the short groups finished first"
@@ -162,7 +171,7 @@ def test_steps_take_every_group_once(bench: Open) -> None:  # invariant 1
 
 def test_constant_groups_are_filtered_and_replaced(bench: Open) -> None:
     b = bench(driving.odd_groups_are_constant, tasks=2)
-    groups = b.collector.collect(0)
+    groups = b.collect(0)
     assert groups.train == ids(0, 2) and groups.filtered == ((ids(1)[0], CONSTANT),)
     assert [meta.group_id for meta in groups.metas] == list(ids(0, 1, 2))
     assert b.coordinator.counts().draws == 3, "what was missing, and no more"
@@ -176,7 +185,7 @@ def test_constant_groups_are_filtered_and_replaced(bench: Open) -> None:
 
 
 def test_an_edit_with_a_signal_of_its_own_keeps_constant_groups(bench: Open) -> None:
-    groups = bench(driving.odd_groups_are_constant, tasks=2, own_signal=True).collector.collect(0)
+    groups = bench(driving.odd_groups_are_constant, tasks=2, own_signal=True).collect(0)
     assert groups.train == ids(0, 1) and groups.filtered == ()
 
 
@@ -191,14 +200,14 @@ def test_the_draw_limit_ends_a_step(bench: Open, limit: float, draws: int) -> No
 
 
 def test_a_step_short_of_groups_trains_what_it_has(bench: Open) -> None:  # invariant 2
-    groups = bench(driving.odd_groups_are_constant, tasks=4, draw_limit=1.25).collector.collect(0)
+    groups = bench(driving.odd_groups_are_constant, tasks=4, draw_limit=1.25).collect(0)
     assert groups.train == ids(0, 2, 4) and len(groups.filtered) == 2
     assert groups.batch is not None and groups.batch.num_groups == 3
 
 
 def test_what_failed_outside_is_counted_and_not_trained(bench: Open) -> None:
     b = bench(driving.trouble_now_and_then, tasks=2)
-    groups = b.collector.collect(0)
+    groups = b.collect(0)
     assert groups.train == ids(0, 2) and groups.filtered == ((ids(1)[0], UNTRAINABLE),)
     assert groups.batch is not None
     status = [Status(s) for s in groups.batch.status.tolist()]
@@ -224,7 +233,7 @@ def test_a_result_without_a_live_lease_is_not_taken(bench: Open) -> None:  # inv
             ended.extend(b.coordinator.release(DRIVER, "test"))
 
     b = bench(driving.first_sample_stops, check=end_the_lease, tasks=1)
-    groups = b.collector.collect(0)
+    groups = b.collect(0)
     assert ended == list(ids(0)) and groups.train == ids(0)
     assert b.coordinator.counts().refused == 1 and b.coordinator.state.groups[ids(0)[0]].attempts == 1
     assert groups.batch is not None, "the second run's data stand"
@@ -243,7 +252,7 @@ def test_a_late_result_that_equals_the_one_taken_keeps_its_data(bench: Open) -> 
             assert b.coordinator.finish(leased.lease_id, GroupMeta.from_batch(b.store.read(ref), ref))
 
     b = bench(driving.first_sample_stops, check=finish_elsewhere, tasks=1)
-    groups = b.collector.collect(0)
+    groups = b.collect(0)
     assert b.coordinator.counts().refused == 1
     assert groups.train == ids(0) and groups.batch is not None
 
@@ -256,7 +265,7 @@ def test_a_stalled_driver_is_named_with_what_is_missing(tokenizer: Path, bench: 
         stalled.open(ScriptedAddress(tokenizer, driving.walk_on, hold=True), tokenizer)
         began = time.monotonic()
         with pytest.raises(DriverError) as caught:
-            b.collector.collect(0)
+            b.collect(0)
         assert time.monotonic() - began < 10
         message = str(caught.value)
         assert "2 groups not finished within rollout.lease_deadline_s=0" in message and repr(ids(0)[0]) in message
@@ -271,16 +280,16 @@ def test_an_interrupt_comes_through(bench: Open, driver: DriverProcess) -> None:
 
     b = bench(driving.first_sample_stops, check=stop, tasks=1)
     with pytest.raises(Interrupted):
-        b.collector.collect(0)
+        b.collect(0)
     assert b.coordinator.counts().leased == 1, "the journal knows that it was under way"
     wait_for(lambda: bool(driver.poll(0.1)))
 
 
 def test_groups_finished_before_a_resume_are_used_again(bench: Open) -> None:
     b = bench(driving.first_sample_stops, tasks=2)
-    first = b.collector.collect(0)  # and the run ends before the step is consumed
+    first = b.collect(0)  # and the run ends before the step is consumed
     again = bench(driving.first_sample_stops, tasks=2)
-    groups = again.collector.collect(0)
+    groups = again.collect(0)
     assert groups.train == first.train and groups.drawn == []
     assert again.coordinator.counts().draws == 2, "nothing is drawn for what is there"
     assert first.batch is not None and groups.batch is not None
@@ -289,19 +298,83 @@ def test_groups_finished_before_a_resume_are_used_again(bench: Open) -> None:
 
 def test_a_resumed_step_draws_no_more_than_it_would_have(bench: Open) -> None:  # invariant 5
     """The first group is under way again, so those behind it are not offered yet; they need no substitute."""
-    first = bench(driving.first_sample_stops, tasks=3).collector.collect(0)
+    first = bench(driving.first_sample_stops, tasks=3).collect(0)
     again = bench(driving.first_sample_stops, tasks=3, available=lambda meta: meta.group_id != ids(0)[0])
     counts = again.coordinator.counts()
     assert (counts.queued, counts.finished) == (1, 2)
-    groups = again.collector.collect(0)
+    groups = again.collect(0)
     assert groups.train == first.train and [done.group_id for done in groups.drawn] == list(ids(0))
     assert again.coordinator.counts().draws == 3
+
+
+def test_groups_of_undone_steps_are_played_again_step_by_step(bench: Open) -> None:
+    """Invariant 5: each step plays the groups that it had played before, under the weights it starts from."""
+    b = bench(driving.odd_groups_are_constant, tasks=2)
+    first, second = b.step(0), b.step(1)
+    drawn = b.coordinator.counts().draws
+    again = bench(driving.odd_groups_are_constant, tasks=2, available=lambda meta: False)
+    again.collector.play_again(drawn)
+    assert again.collector.source_draws == 0 and again.coordinator.counts().queued == drawn
+    groups = again.step(0)
+    counts = again.coordinator.counts()
+    assert (groups.train, groups.filtered) == (first.train, first.filtered)
+    assert counts.finished + counts.queued == drawn - counts.consumed - counts.filtered and counts.queued > 0
+    assert again.collector.source_draws == drawn - counts.queued
+    assert [done.group_id for done in groups.drawn] == [meta.group_id for meta in groups.metas], "all played anew"
+    groups = again.step(1)
+    assert (groups.train, groups.filtered) == (second.train, second.filtered)
+    assert again.coordinator.counts().queued == 0 and again.coordinator.counts().draws == drawn
+    again.step(2)
+    assert again.coordinator.counts().draws > drawn, "behind the journal the source goes on"
+
+
+def test_a_source_that_draws_other_tasks_the_second_time_is_told(bench: Open) -> None:
+    bench(driving.first_sample_stops, tasks=2).step(0)
+    again = bench(driving.first_sample_stops, tasks=2, available=lambda meta: False)
+    again.collector._source = SequentialTasks(TASKS[5:])
+    again.collector.play_again(2)
+    with pytest.raises(DriverError, match="was drawn for task 'walk/train/0', and the source now draws 'walk/train/5'"):
+        again.step(0)
+
+
+def test_reports_of_groups_that_were_not_looked_at_survive(bench: Open) -> None:
+    b = bench(driving.first_sample_stops, tasks=2)
+    offer = b.collector.offer(0)
+    state = b.collector.state_dict()
+    assert state.keys() == {meta.group_id for meta in offer.metas}
+    again = bench(driving.first_sample_stops, tasks=2, available=lambda meta: meta.group_id == ids(1)[0])
+    again.collector.load_state_dict(state)
+    assert again.collector.state_dict() == {ids(1)[0]: state[ids(1)[0]]}, "a lost group is played and reported anew"
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_group_is_at_home_on_one_rank(bench: Open, ranks: int) -> None:  # invariant 6
+    b = bench(driving.odd_groups_are_constant, tasks=3)
+    offer = pickle.loads(pickle.dumps(b.collector.offer(0)))  # as it is told
+    taken = [take(offer, b.config, b.store, own_signal=False, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert {groups.train for groups in taken} == {ids(0, 2, 4)}
+    assert len({groups.filtered for groups in taken}) == 1
+    batches = [groups.batch for groups in taken]
+    assert all(batch is not None for batch in batches)
+    homes = [batch.group_id for batch in batches if batch is not None]
+    assert sorted(name for home in homes for name in home) == list(ids(0, 2, 4))
+    assert all(list(home) == sorted(home) for home in homes), "in training order"
+    sizes = [batch.num_trajectories for batch in batches if batch is not None]
+    assert sum(sizes) == 9 and sizes.count(0) == max(0, ranks - 3), "a rank may be home to none"
+    numbers = [groups.numbers().tolist() for groups in taken]
+    assert sorted(number for part in numbers for number in part) == list(range(9))
+    for groups in taken:
+        tokens, trained = groups.trajectories()
+        assert len(tokens) == 9 and trained.all()
+        assert groups.batch is not None
+        np.testing.assert_array_equal(tokens[groups.numbers()], np.diff(groups.batch.trajectory_tokens()))
 
 
 # -- the control experiment -----------------------------------------------------------------------------------------
 def test_permuted_rewards_reach_the_batch(bench: Open) -> None:
     b = bench(driving.first_sample_stops, tasks=6, permute=True)
-    groups = b.collector.collect(0)
+    groups = b.collect(0)
     assert groups.batch is not None
     real = {meta.group_id: meta.rewards for meta in b.coordinator.ready()}
     looked_at = [meta.group_id for meta in groups.metas]

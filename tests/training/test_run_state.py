@@ -1,32 +1,93 @@
-"""What ``megatron_ext/training/run_state.py`` computes without a run: which trajectories an optimizer step weighs."""
+"""What ``megatron_ext/training/run_state.py`` computes without a run: an optimizer step's trajectories and weights, and
+credit, whatever number of ranks share the step (its invariant 1)."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from megatron_ext.credit.edits.whiten import Whiten
+from megatron_ext.credit.pipeline import Pipeline, open_view
 from megatron_ext.losses.aggregation import MODES, counted, token_weights
-from megatron_ext.training.run_state import only, trained_trajectories
-from megatron_ext.trajectory.packing import split_optimizer_steps
+from megatron_ext.rollout.agreement import assign
+from megatron_ext.rollout.events import GroupMeta
+from megatron_ext.training.collect import StepGroups
+from megatron_ext.training.ranks import Gather
+from megatron_ext.training.run_state import only, reduction, step_weights
+from megatron_ext.training.sample_parts import group_tokens
+from megatron_ext.trajectory.packing import deal_trajectories, split_optimizer_steps
+from megatron_ext.trajectory.record import TrajectoryBatch, select_groups
+from tests.helpers.gathering import on_ranks
 from tests.helpers.records import random_batch
+
+BATCH = random_batch(5, groups=6)
+
+
+def homes(batch: TrajectoryBatch, ranks: int) -> list[tuple[int, ...]]:
+    """Groups at home on each rank, by the step agreement; more ranks than groups leave some without."""
+    metas = [GroupMeta.from_batch(batch, f"ref{g}", g) for g in range(batch.num_groups)]
+    return [tuple(batch.group_id.index(name) for name in home) for home in assign(metas, ranks)]
+
+
+def step_of(batch: TrajectoryBatch, home: tuple[int, ...]) -> StepGroups:
+    metas = [GroupMeta.from_batch(batch, f"ref{g}", g) for g in range(batch.num_groups)]
+    return StepGroups([], metas, batch.group_id, (), select_groups(batch, home))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_each_optimizer_step_counts_its_own_trajectories(mode: str, steps: int) -> None:
     """Weights are normalised over the step: they sum to 1 on it, whatever the other steps of the batch hold."""
-    batch = random_batch(5, groups=6)
-    owner = batch.token_trajectory()
-    seen = np.zeros(batch.num_tokens, dtype=np.int64)
-    for trajectories in split_optimizer_steps(batch, steps, seed=3):
-        weight = token_weights(only(batch, trajectories), mode)
+    owner = BATCH.token_trajectory()
+    seen = np.zeros(BATCH.num_tokens, dtype=np.int64)
+    for trajectories in split_optimizer_steps(BATCH, steps, seed=3):
+        weight = token_weights(only(BATCH, trajectories), mode)
+        np.testing.assert_array_equal(step_weights(BATCH, trajectories, mode), weight)
         assert weight.sum() == pytest.approx(1.0)
         assert not weight[~np.isin(owner, trajectories)].any()
         seen += weight > 0
-    np.testing.assert_array_equal(seen, counted(batch) > 0)
+    np.testing.assert_array_equal(seen, counted(BATCH) > 0)
 
 
-def test_trained_trajectories_have_a_token_to_train() -> None:
-    batch = random_batch(5, groups=6)
-    expected = [bool(batch.loss_mask[view.tokens].any()) for view in batch.trajectories()]
-    assert trained_trajectories(batch).tolist() == expected and sum(expected) > 0
+def test_metadata_tell_which_trajectories_have_a_token_to_train() -> None:
+    tokens, trained = step_of(BATCH, (3,)).trajectories()
+    assert tokens.tolist() == np.diff(BATCH.trajectory_tokens()).tolist(), "the whole step's, whoever holds it"
+    expected = [bool(BATCH.loss_mask[view.tokens].any()) for view in BATCH.trajectories()]
+    assert trained.tolist() == expected and sum(expected) > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_and_weights_do_not_depend_on_the_number_of_ranks(mode: str, ranks: int) -> None:
+    """Losses weighed by rank or micro-batch (slime 365 and 2090, miles 1931, Agent Lightning 594)."""
+    whole = [(chosen, step_weights(BATCH, chosen, mode)) for chosen in split_optimizer_steps(BATCH, 3, seed=3)]
+    shared = homes(BATCH, ranks)
+
+    def work(rank: int, gather: Gather) -> list[tuple[np.ndarray, np.ndarray]]:
+        groups = step_of(BATCH, shared[rank])
+        assert groups.batch is not None
+        numbers, found = groups.numbers(), []
+        for chosen in deal_trajectories(*groups.trajectories(), 3, seed=3):
+            local = np.flatnonzero(np.isin(numbers, chosen))
+            found.append((numbers[local], step_weights(groups.batch, local, mode, gather)))
+        return found
+
+    for number, (chosen, weight) in enumerate(whole):
+        parts = [rank[number] for rank in on_ranks(work, ranks)]
+        assert sorted(np.concatenate([numbers for numbers, _ in parts]).tolist()) == chosen.tolist()
+        for home, (_, part) in zip(shared, parts, strict=True):
+            np.testing.assert_allclose(part, weight[group_tokens(BATCH, home)], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("over", ["tokens", "turns"])
+def test_whitening_is_over_all_ranks(over: str, ranks: int) -> None:
+    def credit(batch: TrajectoryBatch, gather: Gather) -> np.ndarray:
+        pipeline = Pipeline([("whiten", Whiten(over=over, center=True))])
+        return pipeline.run(open_view(batch), reduction(gather))[0].advantage
+
+    shared = homes(BATCH, ranks)
+    (whole,) = on_ranks(lambda rank, gather: credit(BATCH, gather), 1)
+    parts = on_ranks(lambda rank, gather: credit(select_groups(BATCH, shared[rank]), gather), ranks)
+    for home, part in zip(shared, parts, strict=True):
+        np.testing.assert_array_equal(part, whole[group_tokens(BATCH, home)])

@@ -17,12 +17,16 @@ from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.tracking.names import check
 from megatron_ext.training.collect import StepGroups
 from megatron_ext.training.phases import Phases
+from megatron_ext.training.ranks import Gather, alone
+from megatron_ext.training.sample_parts import group_tokens
+from megatron_ext.training.scores import TokenScores
 from megatron_ext.training.step_metrics import rollout_metrics, update_metrics
-from megatron_ext.training.trainer import TokenScores, UpdateResult
+from megatron_ext.training.trainer import UpdateResult
 from megatron_ext.trajectory import version as policy_version
 from megatron_ext.trajectory.record import Status, TrajectoryBatch, select_groups
 from megatron_ext.trajectory.rows import make_rows
-from tests.helpers.records import Traj, build, model, single, user
+from tests.helpers.gathering import on_ranks
+from tests.helpers.records import Traj, build, model, random_batch, single, user
 
 NOW = policy_version.pack(1, 10)
 
@@ -206,3 +210,36 @@ def test_routing_is_compared_where_both_sides_recorded_it(trained: TrajectoryBat
     assert metrics["moe/load_cv"] > 0.0 and metrics["moe/load_peak"] >= 1.0
     plain = update_metrics([good], batch, make_rows(batch), scored(batch, [0.0] * 8), NOW, Phases(Silent()), 4, {})
     assert "offpolicy/routing_flips" not in plain
+
+
+@pytest.mark.parametrize("homes", [((0, 2), (1,)), ((1,), (), (0,), (2,))])
+def test_ranks_that_share_a_step_get_the_metrics_of_one(homes: tuple[tuple[int, ...], ...]) -> None:
+    """Invariant 1, speeds apart; a rank without groups counts for nothing."""
+    batch = random_batch(7, groups=3, routed=(2, 2))
+    rng = np.random.default_rng(0)
+    size = batch.num_tokens
+    logp = np.where(batch.loss_mask, batch.rollout_logp + rng.normal(0, 0.1, size), 0.0).astype(np.float32)
+    assert batch.routed is not None
+    shape = batch.routed.shape
+    experts, seen = rng.integers(0, 4, shape), rng.random(size) < 0.9
+    results = [UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True, metrics={"policy/ratio_mean": 1.0})]
+    now = int(batch.version.max())
+
+    def of(part: TrajectoryBatch, token: np.ndarray, gather: Gather) -> dict[str, float]:
+        scores = TokenScores(logp[token], np.zeros(len(token), np.float32), experts[token], seen[token])
+        update = update_metrics(results, part, make_rows(part), scores, now, Phases(Silent()), 4, {}, gather)
+        groups = StepGroups([], [], ("a",), (), part)
+        return update | rollout_metrics(groups, 1.0, gather)
+
+    one = of(batch, np.arange(size), alone)
+
+    def rank(number: int, gather: Gather) -> dict[str, float]:
+        return of(select_groups(batch, homes[number]), group_tokens(batch, homes[number]), gather)
+
+    assert one["offpolicy/routing_flips"] > 0 and any(name.startswith("reward/part/") for name in one)
+    for found in on_ranks(rank, len(homes)):
+        speeds = {"train/tokens_per_s"}
+        assert found.keys() == one.keys()
+        assert {k: v for k, v in found.items() if k not in speeds} == pytest.approx(
+            {k: v for k, v in one.items() if k not in speeds}, rel=1e-9, abs=1e-12
+        )

@@ -5,6 +5,7 @@ Invariants (``tests/rollout/test_embedded_model.py``):
 1. Slot s holds keys and values of the tokens 0 .. cached - 1 of its occupant; what lies beyond is never attended to.
 2. Decoding reads the slots [0, n) and a prefill a contiguous run of slots: slices of the cache, never gathers.
 3. Growing and moving change no key or value that is in use.
+4. ``Alone`` gives every token the attention it would have by itself, bit for bit, in a prefill as in a decode step.
 
 The memory is zeroed when it is allocated: a masked position contributes 0 * value, which must not be NaN.
 """
@@ -142,3 +143,39 @@ class Prefill:
         if self._spread is not None:
             out = out.index_select(0, self._spread)
         return out.view(tokens, -1)
+
+
+# Elements of keys that one chunk of ``Alone`` gathers; bounds its memory.
+GATHERED = 1 << 22
+
+
+class Alone:
+    """New tokens at ``positions`` int64 [N] of ``slots`` int64 [N], each attended to as a row of its own over the whole
+    length of the cache (which must have its full length): no shape depends on the batch or on what was cached before.
+    """
+
+    def __init__(self, cache: KvCache, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        g = cache.config
+        assert cache.length == cache.limit, "the shape of the products must not change as the cache grows"
+        self.positions, self._cache = positions, cache
+        heads = torch.arange(g.kv_heads, device=positions.device)
+        self._rows = (slots[:, None] * g.kv_heads + heads).reshape(-1)
+        self._write = self._rows * cache.length + positions.repeat_interleave(g.kv_heads)
+        ahead = torch.arange(cache.length, device=positions.device) > positions.repeat_interleave(g.kv_heads)[:, None]
+        self._mask = torch.zeros(ahead.shape, device=positions.device).masked_fill_(ahead, -torch.inf)[:, None]
+        self._mask = self._mask.expand(-1, g.heads // g.kv_heads, -1)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        width = keys.shape[-1]
+        keys.view(-1, width).index_copy_(0, self._write, k.reshape(-1, width))
+        values.view(-1, width).index_copy_(0, self._write, v.reshape(-1, width))
+        q = q.reshape(len(self._rows), -1, width)
+        out = torch.empty_like(q)
+        step = max(1, GATHERED // (keys.shape[1] * width))
+        for first in range(0, len(q), step):
+            part = slice(first, first + step)
+            rows = self._rows[part]
+            scores = torch.baddbmm(self._mask[part], q[part], keys[rows].transpose(1, 2))
+            out[part] = torch.bmm(scores.softmax(-1), values[rows])
+        return out.view(len(self.positions), -1)

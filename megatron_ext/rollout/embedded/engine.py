@@ -59,6 +59,8 @@ class EmbeddedEngine:
         start_timeout: seconds to wait until the engine listens.
         call_timeout: seconds for any other call but ``publish``.
         device: torch device of weights and cache.
+        batch_invariant: a request's tokens and log-probs do not depend, to the last bit, on what runs beside it.
+            Slower; CPU only.
 
     Raises:
         EngineError: a configuration that cannot be served, or a process that did not come up.
@@ -75,8 +77,11 @@ class EmbeddedEngine:
         start_timeout: float = 120.0,
         call_timeout: float = 60.0,
         device: str = "cpu",
+        batch_invariant: bool = False,
     ) -> None:
         config = read_config(hf_config, max_context)
+        if batch_invariant and device != "cpu":
+            raise EngineError(f"embedded engine: batch_invariant=true needs device=cpu, got {device}")
         if threads < 1 or slots < 1:
             raise EngineError(f"embedded engine: threads {threads} and slots {slots} must be at least 1")
         if log_path is None:
@@ -92,6 +97,7 @@ class EmbeddedEngine:
             "slots": slots,
             "threads": threads,
             "device": device,
+            "batch_invariant": batch_invariant,
         }
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(

@@ -5,6 +5,7 @@ Invariants (``tests/rollout/test_embedded_model.py``):
 1. Log-probs equal those of transformers' Qwen3MoeForCausalLM / Qwen3ForCausalLM to 1e-5 in fp32, however the tokens
    are cut into prefill chunks and decode steps, and the experts chosen are the same.
 2. The router's softmax, top-k and renormalisation, all norms and the logits are fp32.
+3. Under ``arithmetic.INVARIANT`` a token's logits depend on the tokens before it alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.models.hf_config import HFConfig
+from megatron_ext.rollout.embedded.arithmetic import FAST, Arithmetic
 from megatron_ext.rollout.embedded.cache import Attention
 from megatron_ext.rollout.embedded.weights import LayerWeights, ModelWeights
 
@@ -31,13 +33,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 class Decoder:
     """Forward passes over packed tokens; holds the weights and the rotary table, no request state.
 
-    ``threads``: CPU threads of a large forward; small ones take one. It sets the thread count of the process.
+    ``threads``: CPU threads of a large forward; small ones take one, and so do all under invariant arithmetic. It sets
+    the thread count of the process.
     """
 
     def __init__(
-        self, config: HFConfig, weights: ModelWeights, max_context: int, device: torch.device, threads: int
+        self,
+        config: HFConfig,
+        weights: ModelWeights,
+        max_context: int,
+        device: torch.device,
+        threads: int,
+        arithmetic: Arithmetic = FAST,
     ) -> None:
-        self.config, self.weights, self._threads = config, weights, threads
+        self.config, self.weights = config, weights
+        self._arithmetic, self._threads = arithmetic, 1 if arithmetic.invariant else threads
         attention = 2 * (config.heads + config.kv_heads) * config.head_dim
         ffn = config.top_k * config.moe_intermediate if any(config.moe_pattern) else config.intermediate
         self._work = config.hidden * (attention + 3 * ffn)  # multiply-adds of one token in one layer
@@ -59,7 +69,7 @@ class Decoder:
         Returns:
             logits float32 [B, V]; experts int64 [N, MoE layers, k] or None.
         """
-        g, w = self.config, self.weights
+        g, w, a = self.config, self.weights, self._arithmetic
         torch.set_num_threads(self._threads if self._work * len(ids) >= THREADED_WORK else 1)
         rotation = self._rotation[attention.positions]
         x = F.embedding(ids, w.embed)
@@ -69,42 +79,46 @@ class Decoder:
             if last is not None and not record and index == g.layers - 1:
                 # Only the cache needs the other tokens of the last layer, and it has them.
                 context, x, last = context[last], x[last], None
-            x = torch.addmm(x, context, layer.out)
+            x = a.add_product(x, context, layer.out)
             h = rms_norm(x, layer.ffn_norm, g.rms_eps)
             if layer.router is None:
-                gate, up = torch.mm(h, layer.up[0]).chunk(2, dim=-1)
-                x = torch.addmm(x, F.silu(gate).mul_(up), layer.down[0])
+                gate, up = a.product(h, layer.up[0]).chunk(2, dim=-1)
+                x = a.add_product(x, a.gated(gate, up), layer.down[0])
                 continue
             weight, expert = self._route(h, layer.router)
             if record:
                 routed.append(expert)
-            x = x + mixture(h, weight, expert, layer.up, layer.down)
+            x = x + mixture(h, weight, expert, layer.up, layer.down, a)
         if last is not None:
             x = x[last]
-        logits = torch.mm(rms_norm(x, w.norm, g.rms_eps), w.head)
+        logits = a.product(rms_norm(x, w.norm, g.rms_eps), w.head)
         return logits, torch.stack(routed, dim=1) if record else None
 
     def _attention(
         self, index: int, layer: LayerWeights, x: torch.Tensor, rotation: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         g = self.config
-        qkv = torch.mm(rms_norm(x, layer.norm, g.rms_eps), layer.qkv).view(len(x), -1, g.head_dim)
+        a = self._arithmetic
+        qkv = a.product(rms_norm(x, layer.norm, g.rms_eps), layer.qkv).view(len(x), -1, g.head_dim)
         turned = g.heads + g.kv_heads
-        qk = rms_norm(qkv[:, :turned], layer.qk_norm, g.rms_eps)
-        pairs = torch.view_as_complex(qk.view(len(x), turned, -1, 2)).mul_(rotation)
-        qk = torch.view_as_real(pairs).view(len(x), turned, g.head_dim)
+        qk = a.rotated(rms_norm(qkv[:, :turned], layer.qk_norm, g.rms_eps), rotation)
         return attention.attend(index, qk[:, : g.heads], qk[:, g.heads :], qkv[:, turned:])
 
     def _route(self, h: torch.Tensor, router: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights float32 [N, k] and experts int64 [N, k] of the top-k of softmax(h @ router)."""
-        weight, expert = torch.mm(h, router).softmax(-1).topk(self.config.top_k, dim=-1)
+        weight, expert = self._arithmetic.product(h, router).softmax(-1).topk(self.config.top_k, dim=-1)
         if self.config.norm_topk_prob:
             weight = weight / weight.sum(-1, keepdim=True)
         return weight, expert
 
 
 def mixture(
-    h: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    expert: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    arithmetic: Arithmetic = FAST,
 ) -> torch.Tensor:
     """Sum over the chosen experts, [N, H]: assignments are sorted by expert, so that each expert is one product.
 
@@ -124,10 +138,10 @@ def mixture(
             spans.append((index, slice(start, start + count)))
             start += count
     for index, span in spans:
-        torch.mm(x[span], up[index], out=wide[span])
-    inner = F.silu(wide[:, :width]).mul_(wide[:, width:]).mul_(weight.reshape(-1)[order, None])
+        wide[span] = arithmetic.product(x[span], up[index])
+    inner = arithmetic.gated(wide[:, :width], wide[:, width:]).mul_(weight.reshape(-1)[order, None])
     for index, span in spans:
-        torch.mm(inner[span], down[index], out=out[span])
+        out[span] = arithmetic.product(inner[span], down[index])
     # Back in token order the k contributions of a token are neighbours: summed in a fixed order, no atomics.
     back = torch.empty_like(out).index_copy_(0, order, out)
     return back.view(tokens, k, -1).sum(1) if k > 1 else back

@@ -8,6 +8,7 @@ Invariants (``tests/rollout/test_embedded_scheduler.py`` and the contract test):
 3. ``load`` takes effect between two tokens: caches made by older weights are dropped and running requests compute
    theirs again, so that every later token is sampled by the new weights alone.
 4. Equal prompts that wait together are prefilled once; the others copy.
+5. ``invariant``: what 1 promises holds bit for bit, log-probs included.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.rollout.embedded.cache import Decode, Prefill
+from megatron_ext.rollout.embedded.arithmetic import FAST, INVARIANT
+from megatron_ext.rollout.embedded.cache import Alone, Attention, Decode, Prefill
 from megatron_ext.rollout.embedded.model import Decoder
 from megatron_ext.rollout.embedded.sampler import SamplingRows, sample
 from megatron_ext.rollout.embedded.slots import FILLING, IDLE, READY, Slots
@@ -53,10 +55,23 @@ class Job:
 
 
 class Scheduler:
-    """Runs requests of several owners (clients) on one model. Single-threaded: its caller serialises the calls."""
+    """Runs requests of several owners (clients) on one model. Single-threaded: its caller serialises the calls.
 
-    def __init__(self, config: HFConfig, max_context: int, slots: int, device: torch.device, threads: int) -> None:
+    ``invariant``: results do not depend on what runs beside a request, at the price of speed.
+    """
+
+    def __init__(
+        self,
+        config: HFConfig,
+        max_context: int,
+        slots: int,
+        device: torch.device,
+        threads: int,
+        *,
+        invariant: bool = False,
+    ) -> None:
         self.config, self.max_context, self.device = config, max_context, device
+        self._invariant = invariant
         self.version = -1
         self.asleep = False
         self._count, self._threads = slots, threads
@@ -123,7 +138,8 @@ class Scheduler:
         if version < max(self.version, 0):
             raise EngineError(f"publish: version {version} is older than the version {self.version} being served")
         if self._decoder is None:
-            self._decoder = Decoder(self.config, weights, self.max_context, self.device, self._threads)
+            arithmetic = INVARIANT if self._invariant else FAST
+            self._decoder = Decoder(self.config, weights, self.max_context, self.device, self._threads, arithmetic)
         self._decoder.weights = weights
         self.version = version
         for seat in list(self._idle):
@@ -274,8 +290,13 @@ class Scheduler:
             most = min(PREFILL_TOKENS, PREFILL_MASK // int(slots.length[seats[0]]))
             counts[0] = min(counts[0], max(most, 1))
         seats, start = seats[:rows].copy(), start[:rows]
-        slots.cache.ensure(int((start + counts).max()))
-        plan = Prefill(slots.cache, slots.ready, start.tolist(), counts.tolist())
+        self._ensure(int((start + counts).max()))
+        plan: Attention
+        if self._invariant:
+            within = np.concatenate([np.arange(a, a + c) for a, c in zip(start, counts, strict=True)])
+            plan = self._alone(np.repeat(slots.slot_of[seats], counts), within)
+        else:
+            plan = Prefill(slots.cache, slots.ready, start.tolist(), counts.tolist())
         ids = torch.from_numpy(
             np.concatenate([slots.tokens[s, a : a + c] for s, a, c in zip(seats, start, counts, strict=True)])
         )
@@ -297,16 +318,28 @@ class Scheduler:
         seats = slots.seat_of[: slots.ready].copy()
         position = slots.cached[seats]
         longest = int(position.max()) + 1
-        slots.cache.ensure(longest)
+        self._ensure(longest)
         if self._rows is None:
             self._rows = self._sampling_rows(seats)
-        plan = Decode(slots.cache, torch.from_numpy(position).to(self.device), longest)
+        plan: Attention
+        if self._invariant:
+            plan = self._alone(np.arange(slots.ready), position)
+        else:
+            plan = Decode(slots.cache, torch.from_numpy(position).to(self.device), longest)
         ids = torch.from_numpy(slots.tokens[seats, position]).to(self.device)
         logits, experts = self._decoder.forward(ids, plan, None, bool(slots.record[seats].any()))
         if experts is not None:
             slots.store_routed(seats, position, experts)
         slots.cached[seats] = position + 1
         self._sample(seats, logits, self._rows)
+
+    def _ensure(self, length: int) -> None:
+        """Room in the cache; all of it at once where shapes must not change."""
+        self._slots.cache.ensure(self.max_context if self._invariant else length)
+
+    def _alone(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Alone:
+        where = torch.from_numpy(slots).to(self.device)
+        return Alone(self._slots.cache, where, torch.from_numpy(positions).to(self.device))
 
     def _sampling_rows(self, seats: NDArray[np.int64]) -> SamplingRows:
         slots = self._slots

@@ -39,12 +39,14 @@ def serve(
     slots: int,
     threads: int,
     device: str,
+    batch_invariant: bool,
 ) -> NoReturn:
     """Listens and serves until the process is ended. ``key`` is the authentication key in hex."""
     torch.set_num_threads(threads)
     config = read_config(hf_config, max_context)
     where = torch.device(device)
-    server = Server(Scheduler(config, max_context, slots, where, threads), bytes.fromhex(key))
+    scheduler = Scheduler(config, max_context, slots, where, threads, invariant=batch_invariant)
+    server = Server(scheduler, bytes.fromhex(key))
     server.run(listen(socket_name))
 
 
