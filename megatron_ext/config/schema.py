@@ -125,8 +125,8 @@ class CreditConfig:
 class LossConfig:
     aggregation: str = opt(
         "token_mean",
-        "token_mean | row_mean | turn_mean | trajectory_mean | prompt_mean | prompt_turn_mean | prompt_trajectory_mean, "
-        "over the global batch",
+        "token_mean | row_mean | turn_mean | trajectory_mean | prompt_mean | prompt_turn_mean | "
+        "prompt_trajectory_mean, over the global batch",
     )
     terms: dict[str, Any] = opt(
         {"policy": {"_target_": "megatron_ext.losses.policy.ClipLoss", "clip_low": 0.2, "clip_high": 0.28}},

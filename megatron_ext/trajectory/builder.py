@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dataclasses import field as new
 from typing import Any
 
@@ -35,7 +35,7 @@ from megatron_ext.trajectory.record import (
     SessionKind,
     Status,
     TrajectoryBatch,
-    concat,
+    joined,
 )
 from megatron_ext.trajectory.version import UNSAMPLED
 
@@ -106,7 +106,7 @@ class _Session:
 
 @dataclass(frozen=True)
 class FinishedTrajectory:
-    """One finished trajectory, already validated: a batch of one, whose group is not named yet."""
+    """One finished trajectory: a batch of one, whose group is not named yet; it is validated with its group."""
 
     batch: TrajectoryBatch
 
@@ -281,7 +281,7 @@ class TrajectoryBuilder:
         if bad and status is not Status.REWARD_INVALID:
             raise RecordError(f"{self._name()}: {', '.join(bad)} under status {status.name}; mark it REWARD_INVALID")
         finite = {name: value if math.isfinite(value) else 0.0 for name, value in named.items()}
-        batch = TrajectoryBatch(
+        batch = TrajectoryBatch.part(
             **self._flat(status.trainable),
             trajectory_sessions=np.array([0, len(self._sessions)]),
             group_trajectories=np.array([0, 1]),
@@ -459,6 +459,6 @@ def build_group(group_id: str, task_id: str, finished: Sequence[FinishedTrajecto
     if not finished:
         raise RecordError(f"group {group_id!r}: no trajectories")
     ordered = sorted(finished, key=lambda item: item.sample)
-    joined = concat([item.batch for item in ordered])
-    offsets = np.array([0, len(ordered)])
-    return replace(joined, group_trajectories=offsets, group_id=(group_id,), task_id=(task_id,))
+    values = joined([item.batch for item in ordered])
+    values |= {"group_trajectories": np.array([0, len(ordered)]), "group_id": (group_id,), "task_id": (task_id,)}
+    return TrajectoryBatch(**values)

@@ -129,6 +129,22 @@ class TrajectoryBatch:
     routed_valid: Array | None = None
 
     def __post_init__(self) -> None:
+        self._freeze()
+        validate(self)
+
+    @classmethod
+    def part(cls, **values: Any) -> TrajectoryBatch:
+        """A batch that is not validated yet: a piece of one that will be, as a whole, when it is complete."""
+        batch = object.__new__(cls)
+        for item in dataclasses.fields(cls):
+            value = values.pop(item.name, None)
+            object.__setattr__(batch, item.name, {} if value is None and item.name in MAP_DTYPES else value)
+        if values:
+            raise TypeError(f"TrajectoryBatch has no field {next(iter(values))!r}")
+        batch._freeze()
+        return batch
+
+    def _freeze(self) -> None:
         for name in ARRAY_FIELDS:
             value = getattr(self, name)
             if value is None:
@@ -137,7 +153,6 @@ class TrajectoryBatch:
         for name, dtype in MAP_DTYPES.items():
             values = {key: frozen(f"{name}/{key}", value, dtype) for key, value in getattr(self, name).items()}
             object.__setattr__(self, name, values)
-        validate(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickling gives writeable arrays: freeze them again, so that invariant 8 survives a process boundary."""
@@ -309,8 +324,11 @@ def concat(batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
     or routing that another has, its own read 0, -1 and not valid."""
     if not batches:
         raise RecordError("concat needs at least one batch")
-    if len(batches) == 1:
-        return batches[0]
+    return batches[0] if len(batches) == 1 else TrajectoryBatch(**joined(batches))
+
+
+def joined(batches: Sequence[TrajectoryBatch]) -> dict[str, Any]:
+    """The fields of ``concat(batches)``."""
     values: dict[str, Any] = {}
     token_sizes, turn_sizes = [b.num_tokens for b in batches], [b.num_turns for b in batches]
     session_sizes = [b.num_sessions for b in batches]
@@ -336,7 +354,7 @@ def concat(batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
             k: np.concatenate([getattr(b, name).get(k, np.full(getattr(b, size), fill)) for b in batches]) for k in keys
         }
     values["routed"], values["routed_valid"] = _concat_optional(batches)
-    return TrajectoryBatch(**values)
+    return values
 
 
 def select_groups(batch: TrajectoryBatch, groups: Sequence[int]) -> TrajectoryBatch:

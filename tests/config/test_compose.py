@@ -147,7 +147,7 @@ def test_overrides_are_judged_even_without_a_recipe(tree: Path) -> None:
 def test_a_broken_file_is_named(tree: Path) -> None:
     lines = problems(tree, "recipe=alpha/broken")
     assert lines == [
-        "alpha/broken.yaml: run.stpes: no such key; nearest: run.steps",
+        "alpha/broken.yaml: run.stpes: no such key; nearest: run.steps, profile.steps",
         "alpha/broken.yaml: run.seed: needs int, got 'x'",
     ]
     assert "nowhere" in problems(tree, "recipe=alpha/lost")[0]

@@ -124,8 +124,9 @@ def test_versions_may_not_fall_when_a_turn_resumes() -> None:
     b.add_context(s, [1])
     b.add_model_turn(s, [2], [-1.0], versions(1, 5))
     b.extend_model_turn(s, [2], [-1.0], versions(1, 4))
+    finished = b.finish(0, {}, False, Status.DONE)
     with pytest.raises(RecordError, match="t9.*position 2.*version falls"):
-        b.finish(0, {}, False, Status.DONE)
+        build_group("g", "task", [finished])
 
 
 @pytest.mark.parametrize("status", list(Status))

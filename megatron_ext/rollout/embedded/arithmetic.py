@@ -31,6 +31,9 @@ class Arithmetic(Protocol):
     def product(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """x @ w, [n, H] and [H, O] -> [n, O]."""
 
+    def product_into(self, out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+        """The same, written to ``out`` [n, O]."""
+
     def add_product(self, base: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """base + x @ w, ``base`` [n, O]."""
 
@@ -49,6 +52,9 @@ class Fast:
 
     def product(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, w)
+
+    def product_into(self, out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+        torch.mm(x, w, out=out)
 
     def add_product(self, base: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.addmm(base, x, w)
@@ -71,6 +77,9 @@ class Invariant:
         wide = F.pad(w, (0, -w.shape[1] % _LINE)) if w.shape[1] % _LINE else w
         out = torch.bmm(_aligned(x).unsqueeze(1), wide.expand(len(x), *wide.shape))
         return out[:, 0, : w.shape[1]].contiguous()
+
+    def product_into(self, out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+        out.copy_(self.product(x, w))
 
     def add_product(self, base: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return base + self.product(x, w)

@@ -138,10 +138,10 @@ def mixture(
             spans.append((index, slice(start, start + count)))
             start += count
     for index, span in spans:
-        wide[span] = arithmetic.product(x[span], up[index])
+        arithmetic.product_into(wide[span], x[span], up[index])
     inner = arithmetic.gated(wide[:, :width], wide[:, width:]).mul_(weight.reshape(-1)[order, None])
     for index, span in spans:
-        out[span] = arithmetic.product(inner[span], down[index])
+        arithmetic.product_into(out[span], inner[span], down[index])
     # Back in token order the k contributions of a token are neighbours: summed in a fixed order, no atomics.
     back = torch.empty_like(out).index_copy_(0, order, out)
     return back.view(tokens, k, -1).sum(1) if k > 1 else back
