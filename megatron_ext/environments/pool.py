@@ -302,7 +302,11 @@ class EnvironmentPool:
         process = self._processes[index]
         if process.under_way or not process.queue:
             return
-        batch = [process.queue.popleft() for _ in range(min(_BATCH, len(process.queue)))]
+        batch: list[Request | Release] = []
+        answered = 0  # releases cost next to nothing and have no answer
+        while process.queue and answered < _BATCH:
+            batch.append(process.queue.popleft())
+            answered += not isinstance(batch[-1], Release)
         process.under_way.extend(request for request in batch if not isinstance(request, Release))
         process.changed_at = time.monotonic()
         try:

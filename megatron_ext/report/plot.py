@@ -171,6 +171,9 @@ class Axis:
         return [10.0**k for k in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1, every)]
 
 
+TINY = 1e-300  # below it the steps between ticks underflow: drawn as 0
+
+
 def value_axis(values: NDArray[np.float64], *, log: bool, share: bool) -> Axis:
     """The axis of finite ``values``; logarithmic only where they are positive and span two powers of ten."""
     start, end = float(HEIGHT - BOTTOM), float(TOP)
@@ -184,7 +187,7 @@ def value_axis(values: NDArray[np.float64], *, log: bool, share: bool) -> Axis:
     if 0 <= low < 0.5 * high:
         low = 0.0
     span = high - low
-    if low == high == 0.0:
+    if max(abs(low), abs(high)) < TINY:
         return Axis(0.0, 1.0, start, end)
     if span <= 1e-9 * max(abs(high), abs(low)):  # constant: the line goes through the middle
         span = 0.2 * max(abs(high), abs(low))
@@ -311,7 +314,8 @@ def stack_plot(title: str, lines: Sequence[Line], *, note: str = "", resumes: Se
     for row, line in zip(table, lines, strict=True):
         row[np.searchsorted(steps, line.curve.steps)] = line.curve.mid
     tops = np.cumsum(table, axis=0)
-    y_axis = Axis(0.0, float(tops.max(initial=0.0)) * 1.05 or 1.0, float(HEIGHT - BOTTOM), float(TOP))
+    highest = float(tops.max(initial=0.0))
+    y_axis = Axis(0.0, highest * 1.05 if highest >= TINY else 1.0, float(HEIGHT - BOTTOM), float(TOP))
     # Square shoulders: a step lasts from its number to the next, so that a single slow step is not drawn as a wedge.
     x = np.repeat(np.append(steps, steps[-1:] + 1), 2)[1:-1] if len(steps) else steps
     x_axis = Axis(x_axis.low, x_axis.high + 1, x_axis.start, x_axis.end)

@@ -181,9 +181,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/peak_flops_per_s", "FLOP/s", "matmul speed measured when this process started, all ranks together"),
     Metric("perf/mfu", SHARE, "perf/flops_per_s over perf/peak_flops_per_s", HIGHER),
     Metric("perf/model_tokens", COUNT, "tokens that the model ran over in the step, each forward counted"),
-    Metric(
-        "perf/model_tokens_per_s", SPEED, "tokens that the model ran over per second of scoring and update", HIGHER
-    ),
+    Metric("perf/model_tokens_per_s", SPEED, "tokens that the model ran over per second of scoring and update", HIGHER),
     Metric("perf/sampled_tokens_per_s", SPEED, "tokens sampled for the step per second of the whole step", HIGHER),
     Metric("perf/trained_tokens_per_s", SPEED, "tokens with a loss per second of the whole step", HIGHER),
     # Time, memory, progress.

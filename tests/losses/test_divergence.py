@@ -97,7 +97,8 @@ def test_never_negative_and_never_above_the_whole(
     got = divergence(student.gather(1, ids).to(dtype), teacher.gather(1, ids).to(dtype)).value
     whole = exact(*kind, student, teacher)
     assert torch.all(got >= 0) and torch.isfinite(got).all()
-    assert torch.all(got <= whole + (1e-5 if dtype is torch.float32 else 1e-10))
+    # A small tail is one minus a sum near one: fp32 keeps three to four of its digits.
+    assert torch.all(got <= whole + ((1e-4 + 1e-4 * whole) if dtype is torch.float32 else 1e-10))
 
 
 @kinds

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from launch.benches._ranks import RankPool
 from megatron_ext.losses.candidates import CandidateSets
 from megatron_ext.losses.fused_head import fused_logprob_entropy
 from megatron_ext.losses.logprob import token_logprob_entropy
@@ -281,26 +281,29 @@ def _split_case(sets: str, vocab_size: int, n: int) -> tuple[torch.Tensor, torch
     return hidden, weight, targets, options
 
 
-def _rank(rank: int, world: int, init: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
-    results = []
+def on_this_rank() -> list[list[Any]]:
+    """What a rank of the process group makes of its piece of each case; last the hidden gradient of its piece alone."""
+    rank, world, results = dist.get_rank(), dist.get_world_size(), []
     for sets, vocab_size, n in CASES:
         hidden, weight, targets, options = _split_case(sets, vocab_size, n)
         options["group"] = dist.group.WORLD
         piece = weight.chunk(world)[rank]
         found = both(hidden, piece, targets, fused=True, **options)
         alone = both(hidden, piece, targets, fused=True, reduce_hidden_grad=False, **options)[2]
-        results.append((*found, alone))
-    torch.save(results, f"{out}/{world}_{rank}.pt")
-    dist.destroy_process_group()
+        results.append([tensor.detach().numpy() for tensor in (*found, alone)])
+    return results
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(4, tmp_path_factory.mktemp("ranks"), preload="megatron_ext.losses.fused_head") as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_vocabulary_split_over_ranks(world: int, tmp_path: Path) -> None:
-    arguments = (world, f"file://{tmp_path}/rendezvous", str(tmp_path))
-    mp.start_processes(_rank, arguments, nprocs=world, start_method="fork")  # spawn would import torch in every rank
-    ranks = [torch.load(tmp_path / f"{world}_{r}.pt") for r in range(world)]
+def test_vocabulary_split_over_ranks(world: int, pool: RankPool) -> None:
+    ranks = pool.call("tests.losses.test_fused_head:on_this_rank", world=world)
+    ranks = [[tuple(map(torch.from_numpy, found)) for found in rank] for rank in ranks]
     for index, (sets, vocab_size, n) in enumerate(CASES):
         hidden, weight, targets, options = _split_case(sets, vocab_size, n)
         want = both(hidden, weight, targets, fused=True, **options)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from launch.benches._ranks import RankPool
 from megatron_ext.losses import logprob
 from megatron_ext.losses.candidates import CandidateSets
 from megatron_ext.losses.logprob import token_logprob_entropy
@@ -246,23 +246,27 @@ def _both(logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> tuple[
     return logp.detach(), entropy.detach(), logits.grad
 
 
-def _rank(rank: int, world: int, init: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
-    results = []
+def on_this_rank() -> list[list[Any]]:
+    """What a rank of the process group makes of its piece of each case."""
+    rank, world, results = dist.get_rank(), dist.get_world_size(), []
     for kind, vocab_size, n in CASES:
         logits, targets, candidates = _split_case(kind, vocab_size, n)
         piece = logits.chunk(world, dim=1)[rank]
-        results.append(_both(piece, targets, group=dist.group.WORLD, vocab_size=vocab_size, candidates=candidates))
-    torch.save(results, f"{out}/{world}_{rank}.pt")
-    dist.destroy_process_group()
+        found = _both(piece, targets, group=dist.group.WORLD, vocab_size=vocab_size, candidates=candidates)
+        results.append([tensor.numpy() for tensor in found])
+    return results
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(4, tmp_path_factory.mktemp("ranks"), preload="megatron_ext.losses.logprob") as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_vocabulary_split_over_ranks(world: int, tmp_path: Path) -> None:
-    arguments = (world, f"file://{tmp_path}/rendezvous", str(tmp_path))
-    mp.start_processes(_rank, arguments, nprocs=world, start_method="fork")  # spawn would import torch in every rank
-    ranks = [torch.load(tmp_path / f"{world}_{r}.pt") for r in range(world)]
+def test_vocabulary_split_over_ranks(world: int, pool: RankPool) -> None:
+    ranks = pool.call("tests.losses.test_logprob:on_this_rank", world=world)
+    ranks = [[tuple(map(torch.from_numpy, found)) for found in rank] for rank in ranks]
     for index, (kind, vocab_size, n) in enumerate(CASES):
         logits, targets, candidates = _split_case(kind, vocab_size, n)
         logp, entropy, grad = _both(logits, targets, vocab_size=vocab_size, candidates=candidates)

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from launch.benches._ranks import RankPool
 from megatron_ext.losses.fused_head import fused_logprob_entropy
 from megatron_ext.losses.logprob import token_logprob_entropy
 
@@ -100,13 +100,16 @@ def test_trl(trl: ModuleType, temperature: float, entropy: bool, fused: bool) ->
     gradients_agree(gradients(ours, [hidden, weight], entropy), gradients(theirs, [hidden, weight], entropy))
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def on_this_rank() -> None:
+    """The comparison on one of two ranks; a disagreement is an error there."""
+    from megatron_ext.models import cpu_platform
+
+    cpu_platform.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from verl.utils.megatron import tensor_parallel as peer
 
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    rank = dist.get_rank()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     group = parallel_state.get_tensor_model_parallel_group()
     hidden, weight, targets = head()
@@ -128,16 +131,10 @@ def _rank(rank: int, folder: str) -> None:
     of_hidden = wanted[0] @ piece.detach()
     dist.all_reduce(of_hidden, group=group)
     gradients_agree(gradients(fused, [hidden, piece]), [of_hidden, wanted[0].t() @ hidden.detach()])
-    Path(folder, f"rank{rank}").touch()
-    dist.destroy_process_group()
+    parallel_state.destroy_model_parallel()
 
 
 def test_vocabulary_parallel_peers(tmp_path: Path, verl: ModuleType) -> None:
     """Megatron-Core's vocabulary-parallel cross entropy and verl's entropy beside it, on two ranks."""
-    from megatron_ext.models import cpu_platform
-
-    cpu_platform.install()
-    with cpu_platform.quiet_import():
-        pytest.importorskip("verl.utils.megatron.tensor_parallel")  # before the fork, so that it is imported once
-    mp.start_processes(_rank, (str(tmp_path),), nprocs=2, start_method="fork")
-    assert (tmp_path / "rank0").exists() and (tmp_path / "rank1").exists()
+    with RankPool(2, tmp_path, preload="megatron_ext.losses.fused_head") as pool:
+        pool.call("tests.losses.test_logprob_peers:on_this_rank", world=2)

@@ -29,9 +29,7 @@ tracker.finish({"success_after": 1.0})
 def recorded(run_dir: Path) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
     """Run id, configuration and history of the folder's one current offline run."""
     (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
-    shown = subprocess.run(
-        [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file], capture_output=True, check=True
-    )
+    shown = subprocess.run(["wandb", "leet", "inspect", "--json", file], capture_output=True, check=True)
     run_id, config, history = "", {}, []
     for line in shown.stdout.splitlines():
         record = json.loads(line)
