@@ -32,9 +32,9 @@ class Size:
     samples: int = 8
     new_tokens: int = 128
     threads: int = 2
-    warmup: int = 1
-    steps: int = 2
-    rounds: int = 3
+    warmup: int = 2
+    steps: int = 4
+    rounds: int = 4
 
     @property
     def completions(self) -> int:

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
@@ -197,6 +198,7 @@ def _loop(conn: Connection, spec: DriverSpec) -> None:
                     )
                 elif name == "open":
                     driver = _open(spec, pool, *payload)
+                    gc.freeze()  # modules and the tokenizer stay: no collection between two turns walks them
                 elif name == "run":
                     if driver is None:
                         raise DriverError("run before open: no engine is connected")

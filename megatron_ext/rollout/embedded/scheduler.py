@@ -181,15 +181,23 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admits what fits, runs one prefill step if any is pending, then one decode step."""
-        if self._waiting and self._slots.busy < self._count:
-            self._admit()
-        if self._slots.ready < self._slots.busy:
+        """Admits what fits, runs one prefill step if any is pending, then one decode step.
+
+        Twins of a prompt that was just prefilled join before the decode step: a group then ends together.
+        """
+        slots = self._slots
+        twins = self._waiting and slots.busy < self._count and self._admit()
+        if slots.ready < slots.busy:
             self._prefill()
-        if self._slots.ready:
+        if twins and slots.ready == slots.busy < self._count:
+            self._admit()
+            if slots.ready < slots.busy:
+                self._prefill()
+        if slots.ready:
             self._decode()
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Gives waiting requests seats; whether some wait for a twin of theirs to be prefilled."""
         slots = self._slots
         zone = slots.zones()
         room = slots.count - slots.busy
@@ -228,6 +236,7 @@ class Scheduler:
         slots.arrange(zone)
         self._copy(copies)
         self._rows = None  # the decode batch may have grown
+        return bool(later)
 
     def _seat(self, job: Job) -> int:
         """A seat for the job: its own idle session's, a free one, or that of the session unused for longest."""

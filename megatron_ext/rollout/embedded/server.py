@@ -11,6 +11,7 @@ Invariants (``tests/rollout/test_embedded_process.py``):
 from __future__ import annotations
 
 import ctypes
+import gc
 import queue
 import socket
 import threading
@@ -76,6 +77,7 @@ class Server:
     def run(self, listener: socket.socket) -> NoReturn:
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         print("engine ready", flush=True)
+        gc.freeze()  # what was imported stays: no collection between two tokens walks it
         while True:
             if not self._scheduler.busy:
                 self._handle(self._inbox.get())
