@@ -196,6 +196,7 @@ def test_the_logits_are_never_there() -> None:
     assert seen.elements <= max(2 * rows * columns, v * h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("h", [64, 33])
 def test_a_row_does_not_depend_on_its_micro_batch(h: int) -> None:
     """verl 2996: log-probs changed with the micro-batch size. A row's bits are its own, on one thread and on two."""

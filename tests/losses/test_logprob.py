@@ -93,6 +93,7 @@ def test_a_truncated_sampler_is_replayed() -> None:
     assert float((full - rollout).exp()) == pytest.approx(0.85)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_micro_batch() -> None:
     """verl 2996: log-probs changed with the micro-batch size. Here a row's bits are its own, on one thread and on two
     (which split a lone row longer than 32,768 logits, if asked to reduce one)."""

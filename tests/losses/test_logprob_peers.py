@@ -134,6 +134,7 @@ def on_this_rank() -> None:
     parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.slow
 def test_vocabulary_parallel_peers(tmp_path: Path, verl: ModuleType) -> None:
     """Megatron-Core's vocabulary-parallel cross entropy and verl's entropy beside it, on two ranks."""
     with RankPool(2, tmp_path, preload="megatron_ext.losses.fused_head") as pool:
