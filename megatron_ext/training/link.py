@@ -293,14 +293,16 @@ class Link:
         with peer.sending, suppress(OSError):
             peer.connection.send_bytes(data)
 
-    def _offer(self, peer: _Peer, data: bytes) -> None:
-        """From the watch, which must not wait for a send under way (that is a sign of life itself)."""
-        if peer.open and peer.sending.acquire(blocking=False):
-            try:
-                with suppress(OSError):
-                    peer.connection.send_bytes(data)
-            finally:
-                peer.sending.release()
+    def _offer(self, peer: _Peer, data: bytes) -> bool:
+        """From the watch, which must not wait for a send under way (a sign of life itself); whether it was sent."""
+        if not peer.open or not peer.sending.acquire(blocking=False):
+            return False
+        try:
+            with suppress(OSError):
+                peer.connection.send_bytes(data)
+        finally:
+            peer.sending.release()
+        return True
 
     def _watch(self) -> None:
         beat, next_beat = pickle.dumps(("beat",)), 0.0
@@ -320,8 +322,8 @@ class Link:
                 if peer.open and not peer.bye and now - peer.heard > self._timing.silence_s:
                     self._lose(number, f"gave no sign of life for {self._timing.silence_s:g} s")
             if self.rank and not self._passed_on and self.asked_to_stop():
-                self._passed_on = True
-                self._offer(self._peers[0], pickle.dumps(("stop",)))
+                # While another thread sends, the next tick tries again: a stop must not be lost.
+                self._passed_on = self._offer(self._peers[0], pickle.dumps(("stop",)))
             if now >= self._judged_at:
                 self._judge()
             if now >= self._end_at:
