@@ -275,7 +275,7 @@ def _run_group(trainer: Trainer, group: ScoreGroup, rows: Sequence[NDArray[np.in
         chunk.eval()
     try:
         with torch.no_grad(), _record_hidden(trainer, micro, states):
-            trainer._run(micro, read, forward_only=True)
+            trainer.run(micro, read, forward_only=True)
     finally:
         for chunk in trainer.chunks:
             chunk.train()

@@ -115,7 +115,7 @@ class Trainer:
             chunk.eval()
         try:
             with torch.no_grad(), record_routing(self.chunks if record_experts else []) as routing:
-                replies = self._run(micro, self._score_loss, forward_only=True)
+                replies = self.run(micro, self._score_loss, forward_only=True)
         finally:
             for chunk in self.chunks:
                 chunk.train()
@@ -188,7 +188,7 @@ class Trainer:
         loss_fn = partial(self._update_loss, inputs=inputs, terms=terms, scale=scale)
         record = keep_scores and record_experts
         with record_routing(self.chunks if record else []) as routing:
-            replies = self._run(micro, loss_fn, forward_only=False)
+            replies = self.run(micro, loss_fn, forward_only=False)
         sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for _, reply in replies:
             for name, pair in reply.items():
@@ -248,7 +248,9 @@ class Trainer:
         return total * scale, (kept, {**output.metrics, LOSS: (loss, torch.ones_like(loss))})
 
     # -- the schedule ----------------------------------------------------------------------------------------------
-    def _run(self, micro: Sequence[MicroBatch], loss_fn: Any, *, forward_only: bool) -> list[Any]:
+    def run(self, micro: Sequence[MicroBatch], loss_fn: Any, *, forward_only: bool) -> list[Any]:
+        """One pass of Megatron's schedule over the micro-batches, as many on every rank; ``loss_fn(mb, logits)`` gives
+        the loss and a reply. Returns the replies, on the last pipeline stage."""
         if not micro:
             raise ValueError("a step needs at least one micro-batch (short ranks get empty ones)")
         check_count(len(micro), self.context)
