@@ -117,6 +117,11 @@ class Pipeline:
         """An edit brings a signal of its own, so groups constant in reward must not be filtered."""
         return any(edit.traits.own_signal for _, edit in self._edits)
 
+    @property
+    def needs_reference(self) -> bool:
+        """An edit asks for scores under the reference policy."""
+        return any(edit.traits.reference for _, edit in self._edits)
+
     def requests(self, view: CreditView) -> dict[str, Sequence[ScoreRequest]]:
         """The scores each edit asks for, by edit name; see ``flat`` and ``by_edit``."""
         return {name: edit.requests(view) for name, edit in self._edits}

@@ -57,13 +57,15 @@ class Slot(StrEnum):
 class EditTraits:
     """What an edit declares. ``breaks`` lists the invariants (letters of section 7) that its own formula gives up;
     ``conserves`` names what is equal before and after (``conservation.CONSERVED`` says what each is), or nothing;
-    ``own_signal`` edits keep constant groups from being filtered."""
+    ``own_signal`` edits keep constant groups from being filtered; ``reference`` edits ask for scores under the
+    reference policy, so that a run keeps one."""
 
     slot: Slot = Slot.ADVANTAGE
     scale: Scale = Scale.KEEPS
     breaks: frozenset[str] = frozenset()
     conserves: frozenset[str] = frozenset()
     own_signal: bool = False
+    reference: bool = False
 
 
 @dataclass(frozen=True)

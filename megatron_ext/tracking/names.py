@@ -120,6 +120,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("credit/<edit>/positive_mass_after", "advantage", "sum of positive advantages after the edit"),
     Metric("credit/<edit>/negative_mass_before", "advantage", "sum of negative advantages before the edit"),
     Metric("credit/<edit>/negative_mass_after", "advantage", "sum of negative advantages after the edit"),
+    # Forwards that credit edits ask for.
+    Metric("scoring/requests", COUNT, "sequences that credit edits asked to be scored"),
+    Metric("scoring/asked_tokens", COUNT, "tokens of these sequences, one by one"),
+    Metric("scoring/forward_tokens", COUNT, "tokens that were run for them", LOWER),
     # Between the engines, and staleness.
     Metric("offpolicy/logp_diff_mean", NATS, "absolute log-prob difference between training and rollout, mean", LOWER),
     Metric(

@@ -302,7 +302,7 @@ def _run(opened: Opened, session: _Session) -> Run:
         run.reference = session.restored.reference
         run.pipeline.load_state_dict(session.restored.states["edits"])
         run.updates = int(session.restored.states["updates"])
-    elif needs_reference(run.terms):
+    elif needs_reference(run.terms) or run.pipeline.needs_reference:
         run.reference = session.trainer.snapshot()
     # Groups that were read from the store do not say what opened the step: the newest weights that sampled them did.
     opened_by = int(kept.batch.version.max(initial=-1)) if kept.opened is None else kept.opened

@@ -212,7 +212,7 @@ def _set_up(
     else:
         run.incarnation = run.led(lambda lead: _open_journal(run, lead, 0, 0))
         run.resumed = {run.incarnation: 0}  # an earlier one may have trained and saved nothing
-        if needs_reference(run.terms):
+        if needs_reference(run.terms) or run.pipeline.needs_reference:
             run.reference = trainer.snapshot()
     run.tidy_store()
     run.publish()

@@ -26,7 +26,9 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.config.schema import Config
-from megatron_ext.credit.pipeline import CreditError, Pipeline, Reduction, combine, local, open_view
+from megatron_ext.credit.pipeline import Pipeline
+from megatron_ext.credit.score_plan import ScorePlan, ScoreWeights
+from megatron_ext.credit.scoring import ScoreReply
 from megatron_ext.losses.aggregation import step_counts, weights
 from megatron_ext.losses.protocol import LossTerm
 from megatron_ext.models.flops import Passes
@@ -41,6 +43,7 @@ from megatron_ext.training import checkpoint_files, kept_step
 from megatron_ext.training.async_save import Saved, Saver
 from megatron_ext.training.checkpoint import CheckpointError, SaveRequest
 from megatron_ext.training.collect import Collector, StepGroups, take
+from megatron_ext.training.credit_step import REFERENCE, assign_credit, weights_table
 from megatron_ext.training.evaluate import evaluate
 from megatron_ext.training.evaluation import EvalResult
 from megatron_ext.training.interrupt import InterruptFlag
@@ -54,6 +57,7 @@ from megatron_ext.training.publish import publish
 from megatron_ext.training.ranks import Gather, Ranks, alone
 from megatron_ext.training.sample_parts import joined_parts, part_of
 from megatron_ext.training.schedule import learning_rate
+from megatron_ext.training.score_execution import execute_plan
 from megatron_ext.training.scores import TokenScores
 from megatron_ext.training.throughput import speed_metrics
 from megatron_ext.training.trainer import TokenInputs, Trainer, UpdateResult
@@ -81,11 +85,6 @@ def step_weights(
     units are counted over all of them."""
     part = only(batch, trajectories)
     return weights(part, aggregation, reduce(add, gather(step_counts(part))))
-
-
-def reduction(gather: Gather) -> Reduction:
-    """How credit statistics of data-parallel ranks become those of the step."""
-    return local if gather is alone else lambda stats: combine(gather(dict(stats)))
 
 
 @dataclass
@@ -242,15 +241,32 @@ class Run:
 
     # -- credit and update -----------------------------------------------------------------------------------------
     def assign_credit(self, batch: TrajectoryBatch) -> tuple[NDArray[np.float64], dict[str, float]]:
-        """Per-token advantages of this rank's groups, and what the pipeline reports of the whole step."""
-        view = open_view(batch, step=self.step)
-        asking = [name for name, requests in self.pipeline.requests(view).items() if requests]
-        if asking:
-            raise CreditError(
-                f"credit edits {', '.join(asking)} ask for scoring forwards, which training does not run yet"
-            )
-        view, reports = self.pipeline.run(view, reduction(self.gather))
-        return view.advantage, {name: value for report in reports for name, value in report.metrics().items()}
+        """Per-token advantages of this rank's groups, and what the pipeline reports of the whole step. The forwards
+        that edits ask for run here, under the weights that open the batch."""
+        return assign_credit(
+            self.pipeline,
+            batch,
+            step=self.step,
+            gather=self.gather,
+            weights=self._score_weights(),
+            run=self._run_plan,
+        )
+
+    def _score_weights(self) -> dict[str, ScoreWeights]:
+        return weights_table(
+            self.version,
+            vocab_size=self.hf.vocab,
+            layers=self.hf.layers,
+            max_tokens=self.hf.max_position_embeddings,
+            temperature=self.config.rollout.temperature,
+            reference=self.reference is not None,
+        )
+
+    def _run_plan(self, plan: ScorePlan) -> tuple[ScoreReply, ...]:
+        snapshots = {} if self.reference is None else {REFERENCE: self.reference}
+        cap = self.config.batch.tokens_per_microbatch
+        with self.phase("scoring"):
+            return execute_plan(self.trainer, plan, snapshots, tokens_per_microbatch=cap)
 
     def update(
         self,

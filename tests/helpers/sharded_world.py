@@ -1,14 +1,11 @@
-"""Children of the layout tests of checkpoints: a world of gloo ranks that runs one layout after another."""
+"""What ranks of a pool run to train in a layout, from a checkpoint and to one (``launch.benches._ranks.RankPool``)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from megatron_ext.config.schema import BackendConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_ext.losses.policy import ClipLoss
@@ -40,29 +37,23 @@ def train(trainer: Trainer, first: int, count: int) -> list[float]:
     """``count`` steps, the data of step s keyed by s and shared out over the data-parallel ranks; gradient norms."""
     batch = random_batch(3, groups=4)
     rows = rows_of(batch)
-    size, own = trainer.context.data_parallel_size, trainer.context.data_parallel_rank
+    context = trainer.context
+    size, own = context.data_parallel_size, context.data_parallel_rank
+    share = (context.config.context, context.context_rank)
     members = list(range(rows.num_rows))[own::size]
     norms = []
     for step in range(first, first + count):
         half = len(members) // 2  # as many micro-batches as an interleaved pipeline needs
-        micro = [mb for part in (members[:half], members[half:]) for mb in micro_of(batch, rows, members=part)]
+        parts = (members[:half], members[half:])
+        micro = [mb for part in parts for mb in micro_of(batch, rows, members=part, context=share)]
         norms.append(trainer.update(micro, random_inputs(batch, step), TERMS, lr=1e-2).grad_norm)
     return norms
 
 
-def serve(conn: Connection, rank: str, world: str, store: str) -> None:
-    """Answers (layout, seed, optional step to load, steps to train, whether to save) with the gradient norms."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, int(world)), rank=int(rank), world_size=int(world))
-    while (order := conn.recv()) is not None:
-        conn.send(carry_out(*order))
-    dist.destroy_process_group()
-
-
 def carry_out(
-    layout: ParallelConfig, dtype: str, load: tuple[Path, int] | None, first: int, count: int, save: Path | None
+    layout: Mapping[str, Any], dtype: str, load: tuple[Path, int] | None, first: int, count: int, save: Path | None
 ) -> tuple[str, Any]:
-    context = initialize(layout, resolve_backend(BackendConfig(device="cpu", dtype=dtype)), seed=1)
+    context = initialize(ParallelConfig(**layout), resolve_backend(BackendConfig(device="cpu", dtype=dtype)), seed=1)
     try:
         trainer = trainer_of(context, HF, seed=1 if load is None else 9, dtype=dtype)
         if load is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,12 +89,20 @@ def make_trainer(
 
 
 def micro_of(
-    batch: TrajectoryBatch, rows: Rows, *, cap: int = 4096, members: Sequence[int] | None = None
+    batch: TrajectoryBatch,
+    rows: Rows,
+    *,
+    cap: int = 4096,
+    members: Sequence[int] | None = None,
+    context: tuple[int, int] = (1, 0),
 ) -> list[MicroBatch]:
-    """Micro-batches of the rows (all, or ``members`` in that order) under ``cap`` tokens."""
+    """Micro-batches of the rows (all, or ``members`` in that order) under ``cap`` tokens; ``context`` is the size of
+    the context-parallel group and the rank whose share is wanted."""
     order = np.arange(rows.num_rows) if members is None else np.asarray(members, dtype=np.int64)
-    plan = pack(rows.lengths[order], cap=cap)
-    return [build_microbatch(batch, rows, order[part].tolist(), rows.mask) for part in plan.microbatches[0]]
+    size, rank = context
+    plan = pack(rows.lengths[order], cap=cap, context=size)
+    build = partial(build_microbatch, batch, rows, select=rows.mask, context_size=size, context_rank=rank)
+    return [build(order[part].tolist()) for part in plan.microbatches[0]]
 
 
 def random_inputs(batch: TrajectoryBatch, seed: int = 0) -> TokenInputs:

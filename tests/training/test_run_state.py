@@ -12,8 +12,9 @@ from megatron_ext.losses.aggregation import MODES, counted, token_weights
 from megatron_ext.rollout.agreement import assign
 from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.training.collect import StepGroups
+from megatron_ext.training.credit_step import reduction
 from megatron_ext.training.ranks import Gather
-from megatron_ext.training.run_state import only, reduction, step_weights
+from megatron_ext.training.run_state import only, step_weights
 from megatron_ext.training.sample_parts import group_tokens
 from megatron_ext.trajectory.packing import deal_trajectories, split_optimizer_steps
 from megatron_ext.trajectory.record import TrajectoryBatch, select_groups
