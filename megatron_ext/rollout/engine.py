@@ -130,4 +130,7 @@ class EngineControl(Protocol):
     def connect(self) -> EngineAddress:
         """A picklable address from which a driver process opens its ``GenerationClient``."""
 
+    def pids(self) -> Sequence[int]:
+        """Its processes on this machine, so that their memory can be told."""
+
     def close(self) -> None: ...

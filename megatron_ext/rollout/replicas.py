@@ -95,6 +95,9 @@ class ReplicatedEngine:
     def connect(self) -> ReplicatedAddress:
         return ReplicatedAddress(tuple(engine.connect() for engine in self._engines))
 
+    def pids(self) -> list[int]:
+        return [pid for engine in self._engines for pid in engine.pids()]
+
     def close(self) -> None:
         for engine in self._engines:
             engine.close()

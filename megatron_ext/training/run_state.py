@@ -33,6 +33,7 @@ from megatron_ext.losses.aggregation import step_counts, weights
 from megatron_ext.losses.protocol import LossTerm
 from megatron_ext.models.flops import Passes
 from megatron_ext.models.hf_config import HFConfig
+from megatron_ext.moe.replay_tokens import ReplayRule
 from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.engine import EngineControl
 from megatron_ext.rollout.journal import JournaledCoordinator
@@ -49,6 +50,7 @@ from megatron_ext.training.evaluation import EvalResult
 from megatron_ext.training.interrupt import InterruptFlag
 from megatron_ext.training.kept_step import KeptStep, StepScores
 from megatron_ext.training.lockstep import agreed_count, filled
+from megatron_ext.training.memory import memory_metrics, resident_bytes
 from megatron_ext.training.microbatch import MicroBatch, build_microbatch
 from megatron_ext.training.phases import Phases
 from megatron_ext.training.planning import plan_microbatches
@@ -207,6 +209,7 @@ class Run:
             share_prefixes=share,
             context_size=size,
             context_rank=place,
+            replay=self._replay,
         )
         micro = [build(members[part]).to(context.device) for part in plan.microbatches[0]]
         return filled(micro, build(members[:0]).to(context.device), agreed_count(len(micro), context))
@@ -224,8 +227,15 @@ class Run:
         scores = self.trainer.score(micro, batch.num_tokens, record_experts=self._records_experts)
         if self.reference is None:
             return scores
+        # What was recorded is the trained policy's choice: the reference policy's router chooses for itself.
+        micro = [replace(mb, replay=None) for mb in micro]
         with self.trainer.weights(self.reference):
             return replace(scores, reference=self.trainer.score(micro, batch.num_tokens).logp)
+
+    @property
+    def _replay(self) -> ReplayRule | None:
+        rollout = self.config.rollout
+        return ReplayRule.of(self.hf, rollout.replay_missing) if rollout.replay_routing else None
 
     @property
     def _scores_first(self) -> bool:
@@ -392,7 +402,10 @@ class Run:
         passes = sum(self.gather(self.trainer.take_passes()), Passes())
         speed = speed_metrics(self.hf, passes, self.clock, metrics, self.peak)
         self._measured |= metrics
-        self.tracker.log(self.step, {**metrics, **speed, **self.clock.take(), "progress/minutes": self.seconds() / 60})
+        engine = 0 if self.lead is None else sum(map(resident_bytes, self.lead.engine.pids()))
+        memory = memory_metrics(self.trainer.context.device, engine, self.gather)
+        spent = {**self.clock.take(), "progress/minutes": self.seconds() / 60}
+        self.tracker.log(self.step, {**metrics, **speed, **memory, **spent})
 
     def checkpoint_due(self) -> bool:
         every = self.config.checkpoint.every

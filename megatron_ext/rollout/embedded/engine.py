@@ -164,6 +164,9 @@ class EmbeddedEngine:
         """Address from which any process of this machine opens its client: ``address.open()``."""
         return self._address
 
+    def pids(self) -> list[int]:
+        return [self._process.pid]
+
     def close(self) -> None:
         """Stops the process. Can be called twice, and on an engine that died."""
         if self._process.poll() is None:
