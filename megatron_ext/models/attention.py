@@ -37,7 +37,8 @@ Context = Any  # torch.autograd's ctx has no public type
 
 
 class _Rotate(torch.autograd.Function):
-    """RoPE of ``x`` [..., d] by ``cos``, ``sin`` broadcastable to [..., d/2]; its transpose is the reverse."""
+    """RoPE of ``x`` [..., d] by ``cos``, ``sin`` broadcastable to [..., r/2]: of its first r values, the others stay.
+    Its transpose is the reverse."""
 
     @staticmethod
     def forward(ctx: Context, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -51,11 +52,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    half = x.size(-1) // 2
-    a, b = x[..., :half], x[..., half:]
+    half = cos.size(-1)
+    a, b = x[..., :half], x[..., half : 2 * half]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=out[..., half:]).addcmul_(a, sin)
+    torch.mul(b, cos, out=out[..., half : 2 * half]).addcmul_(a, sin)
+    out[..., 2 * half :] = x[..., 2 * half :]
     return out
 
 
@@ -100,8 +102,8 @@ def zigzag(length: int, size: int, rank: int, device: torch.device) -> torch.Ten
 class PackedAttention(MegatronModule):
     """Causal scaled dot-product attention with RoPE. Holds no parameters.
 
-    ``rope_theta`` is the rotary base over the whole head dimension. The layer is built by Megatron's ``SelfAttention``
-    with the remaining arguments.
+    ``rope_theta`` is the rotary base, ``rotary_dim`` how many of a head's first values turn (0: all of them). The layer
+    is built by Megatron's ``SelfAttention`` with the remaining arguments.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class PackedAttention(MegatronModule):
         attention_type: str,
         *,
         rope_theta: float,
+        rotary_dim: int = 0,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
@@ -124,6 +127,7 @@ class PackedAttention(MegatronModule):
                 f"window_size={config.window_size}, attention_dropout={config.attention_dropout}"
             )
         self.rope_theta = rope_theta
+        self.rotary_dim = rotary_dim or int(config.kv_channels)
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.group = pg_collection.cp
 
@@ -157,8 +161,9 @@ class PackedAttention(MegatronModule):
         assert batch.plan is not None, "a pack without shared tokens has a plan"
         return self._packed(query, key, value, batch, batch.plan)
 
-    def _tables(self, positions: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [n, 1, dim / 2] of the angles position * theta^(-2i/dim), in fp32 before the cast."""
+    def _tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [n, 1, r / 2] of the angles position * theta^(-2i/r), in fp32 before the cast."""
+        dim = self.rotary_dim
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
         angle = torch.outer(positions.float(), 1.0 / self.rope_theta**exponent).unsqueeze(1)
         return angle.cos().to(dtype), angle.sin().to(dtype)
@@ -177,7 +182,7 @@ class PackedAttention(MegatronModule):
         n, size, rank = query.size(0), self.group.size(), self.group.rank()
         length = n * size
         mine = torch.arange(n, device=query.device) if size == 1 else zigzag(length, size, rank, query.device)
-        cos, sin = (t.unsqueeze(1) for t in self._tables(mine, query.size(-1), query.dtype))
+        cos, sin = (t.unsqueeze(1) for t in self._tables(mine, query.dtype))
         query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
         mask = None
         if size > 1:
@@ -193,9 +198,9 @@ class PackedAttention(MegatronModule):
         """Both with RoPE by ``positions`` [t]; the tables stay with the batch."""
         if len(query) != len(positions):
             raise ValueError(f"the pack (cu_seqlens) has {len(positions)} tokens, the forward {len(query)}")
-        at = (self.rope_theta, query.size(-1), query.dtype)
+        at = (self.rope_theta, self.rotary_dim, query.dtype)
         if at not in batch.rotary:
-            batch.rotary[at] = self._tables(positions, query.size(-1), query.dtype)
+            batch.rotary[at] = self._tables(positions, query.dtype)
         cos, sin = batch.rotary[at]
         return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
 
@@ -239,7 +244,7 @@ class PackedAttention(MegatronModule):
         if any(length % (2 * size) for length in batch.lengths) or sum(batch.lengths) != n * size:
             raise ValueError(f"under context parallelism {size} every packed length must be a multiple of {2 * size}")
         shares = [zigzag(length, size, rank, device) for length in batch.lengths]
-        cos, sin = self._tables(torch.cat(shares), query.size(-1), query.dtype)
+        cos, sin = self._tables(torch.cat(shares), query.dtype)
         query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
         key, value = self._gathered(key), self._gathered(value)
         outs, at = [], 0

@@ -28,6 +28,7 @@ from megatron_ext.models.hf_io import SafetensorsReader
 from megatron_ext.models.hf_map import Layout, check_divisible, load_tensors
 from megatron_ext.models.norm import RMSNorm
 from megatron_ext.models.swiglu import SwiGLU
+from megatron_ext.models.wide_norm import WideKeyNorm, WideQueryNorm
 
 cpu_platform.install()
 with cpu_platform.quiet_import():
@@ -72,7 +73,8 @@ def transformer_fields(
         "ffn_hidden_size": hf.intermediate,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_eps,
-        "qk_layernorm": True,
+        "qk_layernorm": hf.qk_norm != "none",
+        "add_qkv_bias": hf.qkv_bias,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
@@ -115,7 +117,12 @@ def transformer_fields(
             "num_moe_experts": hf.num_experts,
             "moe_ffn_hidden_size": hf.moe_intermediate,
             "moe_router_topk": hf.top_k,
-            "moe_router_score_function": "softmax",
+            "moe_router_score_function": hf.score_function,
+            "moe_router_enable_expert_bias": hf.expert_bias,
+            "moe_router_num_groups": hf.expert_groups if hf.expert_groups > 1 else None,
+            "moe_router_group_topk": hf.top_groups if hf.expert_groups > 1 else None,
+            "moe_router_topk_scaling_factor": hf.routed_scaling if hf.routed_scaling != 1.0 else None,
+            "moe_shared_expert_intermediate_size": hf.shared_intermediate or None,
             "moe_router_pre_softmax": not hf.norm_topk_prob,
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "aux_loss" if balanced else "none",
@@ -164,10 +171,10 @@ def _local_spec(hf: HFConfig, config: TransformerConfig, vp_stage: int | None) -
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=partial(PackedAttention, rope_theta=hf.rope_theta),
+            core_attention=partial(PackedAttention, rope_theta=hf.rope_theta, rotary_dim=hf.rotary_dim),
             linear_proj=RowParallelLinear,
-            q_layernorm=RMSNorm,
-            k_layernorm=RMSNorm,
+            q_layernorm={"head": RMSNorm, "layer": WideQueryNorm, "none": None}[hf.qk_norm],
+            k_layernorm={"head": RMSNorm, "layer": WideKeyNorm, "none": None}[hf.qk_norm],
         ),
     )
 
@@ -203,6 +210,9 @@ def _local_spec(hf: HFConfig, config: TransformerConfig, vp_stage: int | None) -
 def _chunk(hf: HFConfig, config: TransformerConfig, model: ModelConfig, te: bool, vp_stage: int | None) -> GPTModel:
     if te:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        for layer in spec.layer_specs if hf.qk_norm == "layer" else ():
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm, attention.k_layernorm = WideQueryNorm, WideKeyNorm
     else:
         spec = _local_spec(hf, config, vp_stage)
     whole = vp_stage is None
@@ -218,6 +228,7 @@ def _chunk(hf: HFConfig, config: TransformerConfig, model: ModelConfig, te: bool
         # The local attention applies RoPE itself, by position in each packed sequence.
         position_embedding_type="rope" if te else "none",
         rotary_base=hf.rope_theta,
+        rotary_percent=(hf.rotary_dim or hf.head_dim) / hf.head_dim,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         vp_stage=vp_stage,
     )

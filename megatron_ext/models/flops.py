@@ -73,10 +73,10 @@ def forward_flops(hf: HFConfig, work: Work) -> int:
 
 
 def _mlp(hf: HFConfig, moe: bool) -> int:
-    """Multiplications a token: gate, up and down projections of the dense layer or of the chosen experts."""
+    """Multiplications a token: gate, up and down projections of the dense layer or of the chosen experts and shared ones."""
     if not moe:
         return 3 * hf.hidden * hf.intermediate
-    return hf.hidden * hf.num_experts + hf.top_k * 3 * hf.hidden * hf.moe_intermediate
+    return hf.hidden * hf.num_experts + (hf.top_k + hf.shared_experts) * 3 * hf.hidden * hf.moe_intermediate
 
 
 def total_flops(hf: HFConfig, passes: Passes) -> int:

@@ -5,7 +5,7 @@ Invariants (``tests/models/test_fresh.py``):
 1. A tensor's values depend on the seed and its name alone: every layout of the same seed starts from the same model.
 2. ``fan_in``: every linear layer, experts and routers included, has std 1/sqrt(fan-in), embeddings ``embedding_std``
    (std 0.02 at hidden size 128 hardly trains); ``normal``: every one of them has the config's ``initializer_range``.
-   Norm weights are 1.
+   Norm weights are 1, biases 0.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FreshReader:
     def _draw(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape)
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return torch.empty(shape).normal_(0.0, self.std(name), generator=generator)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_ext.models.hf_config import HFConfig, differences, load_hf_config
-from megatron_ext.models.hf_map import WeightError, hf_shapes
+from megatron_ext.models.hf_map import WeightError, hf_shapes, is_next_token_module
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -89,10 +89,11 @@ class SafetensorsReader:
 
     def check(self, hf: HFConfig) -> None:
         """Raises ``WeightError`` naming every field of the folder's ``config.json`` that differs from ``hf``, and every
-        tensor that is missing, extra or of another shape. Reads headers only."""
+        tensor that is missing, extra or of another shape. Reads headers only. Modules that predict several tokens ahead
+        are left where they are, as ``transformers`` does: they are no part of the model that is trained."""
         want = hf_shapes(hf)
         have = set(self._file_of)
-        extra = have - want.keys()
+        extra = {name for name in have - want.keys() if not is_next_token_module(name, hf)}
         if hf.tie_word_embeddings and _HEAD in extra and self._head_is_embedding():
             extra.remove(_HEAD)  # some tied checkpoints store the shared matrix twice
         errors = []

@@ -1,4 +1,4 @@
-"""HF <-> Megatron weights of Qwen3-MoE and Qwen3 as a pure plan: which slices of which HF tensors make each parameter.
+"""HF <-> Megatron weights as a pure plan: which slices of which HF tensors make each parameter.
 
 A Megatron parameter of a rank is its ``pieces`` concatenated along dimension 0; a piece is a slice of one HF tensor:
 
@@ -6,7 +6,9 @@ A Megatron parameter of a rank is its ``pieces`` concatenated along dimension 0;
     linear_fc1   [gate rows, up rows] of the rank's share of the width
     linear_proj, linear_fc2   the rank's columns
     word_embeddings, output_layer   the rank's rows of the vocabulary
-    router, norms   whole
+    router and its bias, norms   whole
+
+The bias that a router chooses with is a buffer in Megatron; here it is a parameter like any other, always fp32.
 
 Invariants (``tests/models/test_hf_map.py``):
 
@@ -99,6 +101,43 @@ class ParamPlan:
     pieces: tuple[Piece, ...]
 
 
+@dataclass(frozen=True)
+class ExpertNames:
+    """How a family names its experts under ``model.layers.N``: the ``block`` that holds router and experts, the
+    router's ``bias`` ("" = none), and the matrices of an expert."""
+
+    block: str
+    bias: str
+    gate: str
+    up: str
+    down: str
+
+
+_NAMES: dict[str, ExpertNames] = {
+    "qwen3_moe": ExpertNames("mlp", "", "gate_proj", "up_proj", "down_proj"),
+    "glm4_moe": ExpertNames("mlp", "mlp.gate.e_score_correction_bias", "gate_proj", "up_proj", "down_proj"),
+    "minimax_m2": ExpertNames("block_sparse_moe", "block_sparse_moe.e_score_correction_bias", "w1", "w3", "w2"),
+}
+_DENSE = ExpertNames("mlp", "", "gate_proj", "up_proj", "down_proj")
+
+
+def expert_names(hf: HFConfig) -> ExpertNames:
+    """The names of a model's experts; those of a dense layer where it has none."""
+    return _NAMES.get(hf.family, _DENSE)
+
+
+def is_bias_of_router(name: str) -> bool:
+    """Whether an HF tensor is a router's bias, which stays fp32 whatever the parameters are."""
+    return name.endswith("e_score_correction_bias")
+
+
+def is_next_token_module(name: str, hf: HFConfig) -> bool:
+    """Whether an HF tensor belongs to a module behind the decoder that predicts several tokens ahead (GLM-4.5)."""
+    parts = name.split(".")
+    behind = len(parts) > 2 and parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= hf.layers
+    return hf.family == "glm4_moe" and behind
+
+
 def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
     """HF name -> full shape of every tensor of the checkpoint, in the order of the model."""
     q, kv = hf.heads * hf.head_dim, hf.kv_heads * hf.head_dim
@@ -110,19 +149,31 @@ def hf_shapes(hf: HFConfig) -> dict[str, tuple[int, ...]]:
             f"{at}.self_attn.q_proj.weight": (q, hf.hidden),
             f"{at}.self_attn.k_proj.weight": (kv, hf.hidden),
             f"{at}.self_attn.v_proj.weight": (kv, hf.hidden),
-            f"{at}.self_attn.q_norm.weight": (hf.head_dim,),
-            f"{at}.self_attn.k_norm.weight": (hf.head_dim,),
+        }
+        if hf.qkv_bias:
+            shapes |= {f"{at}.self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
+        if hf.qk_norm != "none":
+            sizes = (hf.head_dim, hf.head_dim) if hf.qk_norm == "head" else (q, kv)
+            shapes |= {f"{at}.self_attn.{n}_norm.weight": (size,) for n, size in zip("qk", sizes, strict=True)}
+        shapes |= {
             f"{at}.self_attn.o_proj.weight": (hf.hidden, q),
             f"{at}.post_attention_layernorm.weight": (hf.hidden,),
         }
+        names = _NAMES[hf.family] if moe else _DENSE
         blocks, width = [f"{at}.mlp"], hf.intermediate
         if moe:
-            shapes[f"{at}.mlp.gate.weight"] = (hf.num_experts, hf.hidden)
-            blocks, width = [f"{at}.mlp.experts.{e}" for e in range(hf.num_experts)], hf.moe_intermediate
-        for block in blocks:
-            shapes[f"{block}.gate_proj.weight"] = (width, hf.hidden)
-            shapes[f"{block}.up_proj.weight"] = (width, hf.hidden)
-            shapes[f"{block}.down_proj.weight"] = (hf.hidden, width)
+            moe_at = f"{at}.{names.block}"
+            shapes[f"{moe_at}.gate.weight"] = (hf.num_experts, hf.hidden)
+            if names.bias:
+                shapes[f"{at}.{names.bias}"] = (hf.num_experts,)
+            blocks, width = [f"{moe_at}.experts.{e}" for e in range(hf.num_experts)], hf.moe_intermediate
+        widths = dict.fromkeys(blocks, width)
+        if moe and hf.shared_experts:
+            widths[f"{moe_at}.shared_experts"] = hf.shared_intermediate
+        for block, width in widths.items():
+            shapes[f"{block}.{names.gate}.weight"] = (width, hf.hidden)
+            shapes[f"{block}.{names.up}.weight"] = (width, hf.hidden)
+            shapes[f"{block}.{names.down}.weight"] = (hf.hidden, width)
     shapes["model.norm.weight"] = (hf.hidden,)
     if not hf.tie_word_embeddings:
         shapes["lm_head.weight"] = (hf.vocab, hf.hidden)
@@ -140,6 +191,8 @@ def check_divisible(hf: HFConfig, layout: Layout) -> list[str]:
     ]
     if not all(hf.moe_pattern):
         rules.append(("intermediate", hf.intermediate, "parallel.tensor", layout.tensor))
+    if hf.shared_experts:
+        rules.append(("shared_intermediate", hf.shared_intermediate, "parallel.tensor", layout.tensor))
     if any(hf.moe_pattern):
         rules.append(("num_experts", hf.num_experts, "parallel.expert", layout.expert))
         rules.append(("moe_intermediate", hf.moe_intermediate, "parallel.expert_tensor", layout.expert_tensor))
@@ -187,17 +240,20 @@ class _Builder:
             for name, width in (("q_proj", per_group), ("k_proj", hf.head_dim), ("v_proj", hf.head_dim)):
                 pieces.append(Piece(f"{at}.self_attn.{name}.weight", 0, g * width, (g + 1) * width))
         self.add(f"{to}.self_attention.linear_qkv.weight", *pieces)
-        self.whole(f"{to}.self_attention.q_layernorm.weight", f"{at}.self_attn.q_norm.weight")
-        self.whole(f"{to}.self_attention.k_layernorm.weight", f"{at}.self_attn.k_norm.weight")
+        if hf.qkv_bias:
+            rows = [Piece(p.name.removesuffix("weight") + "bias", p.dim, p.start, p.stop) for p in pieces]
+            self.add(f"{to}.self_attention.linear_qkv.bias", *rows)
+        for n in "qk" if hf.qk_norm != "none" else "":
+            self.whole(f"{to}.self_attention.{n}_layernorm.weight", f"{at}.self_attn.{n}_norm.weight")
         self.add(
             f"{to}.self_attention.linear_proj.weight",
             self.share(f"{at}.self_attn.o_proj.weight", 1, tensor, self.at.tensor),
         )
 
-    def mlp(self, block: str, fc1: str, fc2: str, size: int, rank: int) -> None:
-        gate_up = [self.share(f"{block}.{name}_proj.weight", 0, size, rank) for name in ("gate", "up")]
+    def mlp(self, block: str, names: ExpertNames, fc1: str, fc2: str, size: int, rank: int) -> None:
+        gate_up = [self.share(f"{block}.{name}.weight", 0, size, rank) for name in (names.gate, names.up)]
         self.add(fc1, *gate_up)
-        self.add(fc2, self.share(f"{block}.down_proj.weight", 1, size, rank))
+        self.add(fc2, self.share(f"{block}.{names.down}.weight", 1, size, rank))
 
     def layer(self, index: int, local: int) -> None:
         te = self.layout.spec == "te"
@@ -212,17 +268,24 @@ class _Builder:
         self.whole(norm, f"{at}.post_attention_layernorm.weight")
         if not moe:
             fc1, fc2 = f"{to}.mlp.linear_fc1.weight", f"{to}.mlp.linear_fc2.weight"
-            self.mlp(f"{at}.mlp", fc1, fc2, self.layout.tensor, self.at.tensor)
+            self.mlp(f"{at}.mlp", _DENSE, fc1, fc2, self.layout.tensor, self.at.tensor)
             return
-        self.whole(f"{to}.mlp.router.weight", f"{at}.mlp.gate.weight")
+        names = _NAMES[self.hf.family]
+        moe_at = f"{at}.{names.block}"
+        self.whole(f"{to}.mlp.router.weight", f"{moe_at}.gate.weight")
+        if names.bias:
+            self.whole(f"{to}.mlp.router.expert_bias", f"{at}.{names.bias}")
+        if self.hf.shared_experts:
+            fc1, fc2 = (f"{to}.mlp.shared_experts.linear_{fc}.weight" for fc in ("fc1", "fc2"))
+            self.mlp(f"{moe_at}.shared_experts", names, fc1, fc2, self.layout.tensor, self.at.tensor)
         experts = self.hf.num_experts // self.layout.expert
         for e in range(experts):
             if te:
                 fc1, fc2 = (f"{to}.mlp.experts.linear_{fc}.weight{e}" for fc in ("fc1", "fc2"))
             else:
                 fc1, fc2 = (f"{to}.mlp.experts.local_experts.{e}.linear_{fc}.weight" for fc in ("fc1", "fc2"))
-            block = f"{at}.mlp.experts.{self.at.expert * experts + e}"
-            self.mlp(block, fc1, fc2, self.layout.expert_tensor, self.at.expert_tensor)
+            block = f"{moe_at}.experts.{self.at.expert * experts + e}"
+            self.mlp(block, names, fc1, fc2, self.layout.expert_tensor, self.at.expert_tensor)
 
 
 def rank_plan(hf: HFConfig, layout: Layout, at: Coordinate) -> tuple[ParamPlan, ...]:
@@ -283,9 +346,12 @@ def place_of(chunks: Sequence[GPTModel]) -> tuple[Layout, Coordinate]:
     return layout, Coordinate(groups.tp.rank(), groups.pp.rank(), groups.ep.rank(), groups.expt_tp.rank())
 
 
-def _parameters(chunks: Sequence[GPTModel], params: Sequence[ParamPlan]) -> list[torch.nn.Parameter]:
+def _parameters(chunks: Sequence[GPTModel], params: Sequence[ParamPlan]) -> list[torch.Tensor]:
     """The parameters of a plan, in its order; checks that plan and model agree on names and shapes."""
-    have = {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    have: dict[tuple[int, str], torch.Tensor] = {}
+    for i, chunk in enumerate(chunks):
+        biases = [(name, b) for name, b in chunk.named_buffers() if name.endswith(".router.expert_bias")]
+        have |= {(i, name): tensor for name, tensor in [*chunk.named_parameters(), *biases]}
     want = {(param.chunk, param.param): param for param in params}
     errors = [
         f"parameter {name} of the model is not in the weight map" for _, name in sorted(have.keys() - want.keys())

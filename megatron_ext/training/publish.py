@@ -25,6 +25,7 @@ from megatron_ext.models.hf_map import (
     export_tensors,
     held_pieces,
     hf_shapes,
+    is_bias_of_router,
     is_copy,
     join,
     place_of,
@@ -73,7 +74,8 @@ def whole_tensors(chunks: Sequence[GPTModel], hf: HFConfig) -> Iterator[tuple[st
             elif rank == 0:
                 size = [*shape]
                 size[piece.dim] = piece.stop - piece.start
-                buffer = torch.empty(size, dtype=config.params_dtype, device=device)
+                dtype = torch.float32 if is_bias_of_router(name) else config.params_dtype
+                buffer = torch.empty(size, dtype=dtype, device=device)
                 dist.recv(buffer, src=sender)
                 held.append((piece, buffer))
         if rank == 0:

@@ -22,6 +22,13 @@ from tests.helpers.records import random_batch
 from tests.helpers.training import TINY, micro_of, random_inputs, rows_of
 
 HF = replace(TINY, kv_heads=2, layers=4)  # divisible by every layout of the tests
+FAMILIES: dict[str, HFConfig] = {
+    "qwen3_moe": HF,
+    "minimax_m2": replace(HF, family="minimax_m2", qk_norm="layer", rotary_dim=8),
+    "glm4_moe": replace(
+        HF, family="glm4_moe", qk_norm="none", qkv_bias=True, rotary_dim=8, shared_experts=1, mlp_only_layers=(0,)
+    ),
+}
 TERMS = {"policy": ClipLoss(clip_low=0.2, clip_high=0.28)}
 
 
@@ -51,11 +58,17 @@ def train(trainer: Trainer, first: int, count: int) -> list[float]:
 
 
 def carry_out(
-    layout: Mapping[str, Any], dtype: str, load: tuple[Path, int] | None, first: int, count: int, save: Path | None
+    family: str,
+    layout: Mapping[str, Any],
+    dtype: str,
+    load: tuple[Path, int] | None,
+    first: int,
+    count: int,
+    save: Path | None,
 ) -> tuple[str, Any]:
     context = initialize(ParallelConfig(**layout), resolve_backend(BackendConfig(device="cpu", dtype=dtype)), seed=1)
     try:
-        trainer = trainer_of(context, HF, seed=1 if load is None else 9, dtype=dtype)
+        trainer = trainer_of(context, FAMILIES[family], seed=1 if load is None else 9, dtype=dtype)
         if load is not None:
             (info,) = [c for c in checkpoint.list_checkpoints(load[0]) if c.step == load[1]]
             restored = checkpoint.load(info, "tiny", trainer)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch.benches._ranks import RankPool
+from tests.helpers.hf_models import KINDS, saved_hf, token_logp
 from tests.helpers.hf_ranks import SEGMENTS, some_batch
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -42,41 +43,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=list(KINDS))
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[np.ndarray]]:
     """A random checkpoint as ``transformers`` writes it, and the log-probs that it gives."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(5)
-    config = Qwen3MoeConfig(
-        vocab_size=112,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=256,
-        rope_theta=10000.0,
-        tie_word_embeddings=request.param,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        norm_topk_prob=True,
-        initializer_range=0.3,
-    )
-    model = Qwen3MoeForCausalLM(config).eval()
     folder = tmp_path_factory.mktemp("hf") / "model"
-    model.save_pretrained(folder)
-    batch, wanted = some_batch(), []
-    for segment in range(SEGMENTS):
-        ids = torch.from_numpy(batch.ids[batch.segment_tokens[segment] : batch.segment_tokens[segment + 1]].astype(int))
-        with torch.no_grad():
-            logp = model(ids[None]).logits[0].double().log_softmax(-1)
-        wanted.append(logp[:-1].gather(1, ids[1:, None])[:, 0].numpy())
-    return folder, wanted
+    model, batch = saved_hf(request.param, folder), some_batch()
+    ends = [batch.segment_tokens[segment : segment + 2] for segment in range(SEGMENTS)]
+    return folder, [token_logp(model, torch.from_numpy(batch.ids[a:b].astype(int))).numpy() for a, b in ends]
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -93,6 +68,25 @@ def test_a_layout_loads_what_transformers_wrote_and_writes_it_back(
     assert source.keys() == written.keys()
     for name, tensor in source.items():
         assert torch.equal(tensor, written[name]), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_norm_over_all_heads_is_that_of_one_tensor(pool: RankPool, ranks: int) -> None:
+    heads, dim = 4, 6
+    generator = torch.Generator().manual_seed(2)
+    x, weight, back = (torch.randn(5, 1, heads, dim, generator=generator) for _ in range(3))
+    flat = x.flatten(2).requires_grad_()
+    norm = torch.nn.RMSNorm(heads * dim, eps=1e-6)
+    norm.weight.data.copy_(weight[0, 0].flatten())
+    out = norm(flat)
+    out.backward(back.flatten(2))
+    assert flat.grad is not None and norm.weight.grad is not None
+    layout = {"tensor": ranks, "sequence": ranks > 1}
+    found = pool.call(f"{HELPERS}:wide_norm", layout, heads, dim, world=ranks)
+    for name, want in (("out", out.detach()), ("dx", flat.grad)):
+        joined = np.concatenate([part[name] for part in found], axis=2)
+        np.testing.assert_allclose(joined.reshape(want.shape), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(sum(part["dw"] for part in found), norm.weight.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_the_checkpoint_tells_models_apart(reference: tuple[Path, list[np.ndarray]]) -> None:

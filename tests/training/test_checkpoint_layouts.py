@@ -43,8 +43,9 @@ class World:
     def __call__(self, name: str, **order: Any) -> Any:
         """What the ranks answer: equal gradient norms, or why they refused."""
         world, layout = LAYOUTS[name]
+        family = order.get("family", "qwen3_moe")
         values = (order.get("dtype", "float32"), order.get("load"), order["first"], order["count"], order.get("save"))
-        answers = self._pool.call(f"{HELPERS}:carry_out", layout, *values, world=world)
+        answers = self._pool.call(f"{HELPERS}:carry_out", family, layout, *values, world=world)
         assert all(answer == answers[0] for answer in answers), answers
         return answers[0]
 
@@ -86,3 +87,17 @@ def test_every_layout_goes_on_from_any_other(
         status, norms = world(read, load=(root / written, BEFORE), first=BEFORE, count=AFTER)
         assert status == "ok", f"{written} read as {read}: {norms}"
         np.testing.assert_allclose(norms, curves["whole"][BEFORE:], rtol=1e-5, err_msg=f"{written} read as {read}")
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2"])
+def test_other_families_go_on_too(world: World, tmp_path: Path, family: str) -> None:
+    """Biases of routers and of q, k and v, shared experts, and norms that tensor-parallel ranks share out."""
+    status, whole = world("one", family=family, first=0, count=BEFORE + AFTER)
+    assert status == "ok", whole
+    for written, read in (("tp", "pp_ep_distributed"), ("pp", "tp_ep_distributed")):
+        status, norms = world(written, family=family, first=0, count=BEFORE, save=tmp_path / written)
+        assert status == "ok", norms
+        np.testing.assert_allclose(norms, whole[:BEFORE], rtol=1e-4)
+        status, norms = world(read, family=family, load=(tmp_path / written, BEFORE), first=BEFORE, count=AFTER)
+        assert status == "ok", norms
+        np.testing.assert_allclose(norms, whole[BEFORE:], rtol=1e-4)

@@ -2,9 +2,9 @@
 
 Invariants (``tests/rollout/test_embedded_model.py``):
 
-1. Log-probs equal those of transformers' Qwen3MoeForCausalLM / Qwen3ForCausalLM to 1e-5 in fp32, however the tokens
-   are cut into prefill chunks and decode steps, and the experts chosen are the same.
-2. The router's softmax, top-k and renormalisation, all norms and the logits are fp32.
+1. Log-probs equal those of transformers' models of the family to 1e-5 in fp32, however the tokens are cut into prefill
+   chunks and decode steps, and the experts chosen are the same.
+2. The router's scores, top-k and renormalisation, all norms and the logits are fp32.
 3. Under ``arithmetic.INVARIANT`` a token's logits depend on the tokens before it alone, bit for bit.
 """
 
@@ -51,8 +51,10 @@ class Decoder:
         attention = 2 * (config.heads + config.kv_heads) * config.head_dim
         ffn = config.top_k * config.moe_intermediate if any(config.moe_pattern) else config.intermediate
         self._work = config.hidden * (attention + 3 * ffn)  # multiply-adds of one token in one layer
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+        turned = config.rotary_dim or config.head_dim
+        exponent = torch.arange(0, turned, 2, dtype=torch.float32, device=device) / turned
         angle = torch.outer(torch.arange(max_context, device=device).float(), 1.0 / config.rope_theta**exponent)
+        angle = F.pad(angle, (0, (config.head_dim - turned) // 2))  # the rest of a head does not turn
         self._rotation = torch.polar(torch.ones_like(angle), angle)[:, None]  # [context, 1, D/2] complex
 
     def forward(
@@ -85,10 +87,13 @@ class Decoder:
                 gate, up = a.product(h, layer.up[0]).chunk(2, dim=-1)
                 x = a.add_product(x, a.gated(gate, up), layer.down[0])
                 continue
-            weight, expert = self._route(h, layer.router)
+            weight, expert = self._route(h, layer.router, layer.bias)
             if record:
                 routed.append(expert)
             x = x + mixture(h, weight, expert, layer.up, layer.down, a)
+            if layer.shared_up is not None and layer.shared_down is not None:
+                gate, up = a.product(h, layer.shared_up).chunk(2, dim=-1)
+                x = a.add_product(x, a.gated(gate, up), layer.shared_down)
         if last is not None:
             x = x[last]
         logits = a.product(rms_norm(x, w.norm, g.rms_eps), w.head)
@@ -99,17 +104,50 @@ class Decoder:
     ) -> torch.Tensor:
         g = self.config
         a = self._arithmetic
-        qkv = a.product(rms_norm(x, layer.norm, g.rms_eps), layer.qkv).view(len(x), -1, g.head_dim)
+        qkv = a.product(rms_norm(x, layer.norm, g.rms_eps), layer.qkv)
+        if layer.qkv_bias is not None:
+            qkv = qkv + layer.qkv_bias
+        qkv = qkv.view(len(x), -1, g.head_dim)
         turned = g.heads + g.kv_heads
-        qk = a.rotated(rms_norm(qkv[:, :turned], layer.qk_norm, g.rms_eps), rotation)
+        qk = a.rotated(self._normed(qkv[:, :turned], layer.qk_norm), rotation)
         return attention.attend(index, qk[:, : g.heads], qk[:, g.heads :], qkv[:, turned:])
 
-    def _route(self, h: torch.Tensor, router: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights float32 [N, k] and experts int64 [N, k] of the top-k of softmax(h @ router)."""
-        weight, expert = self._arithmetic.product(h, router).softmax(-1).topk(self.config.top_k, dim=-1)
-        if self.config.norm_topk_prob:
-            weight = weight / weight.sum(-1, keepdim=True)
-        return weight, expert
+    def _normed(self, qk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """q and k [N, heads + kv_heads, D] under the model's norm, q scaled."""
+        g = self.config
+        if g.qk_norm == "head":
+            return rms_norm(qk, weight, g.rms_eps)
+        if g.qk_norm == "none":
+            return qk * weight
+        parts = [
+            rms_norm(part.flatten(1), weights.flatten(), g.rms_eps)
+            for part, weights in zip(
+                qk.split([g.heads, g.kv_heads], 1), weight.split([g.heads, g.kv_heads]), strict=True
+            )
+        ]
+        return torch.cat(parts, dim=1).view(qk.shape)
+
+    def _route(
+        self, h: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights float32 [N, k] and experts int64 [N, k] of the model's router."""
+        g = self.config
+        logits = self._arithmetic.product(h, router)
+        if g.score_function == "softmax":
+            weight, expert = logits.softmax(-1).topk(g.top_k, dim=-1)
+            if g.norm_topk_prob:
+                weight = weight / weight.sum(-1, keepdim=True)
+            return weight, expert
+        scores = logits.sigmoid()
+        choice = scores if bias is None else scores + bias
+        if g.expert_groups > 1:
+            grouped = choice.view(len(h), g.expert_groups, -1)
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(g.top_groups, dim=-1).indices
+            closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            choice = grouped.masked_fill(closed[..., None], float("-inf")).view(choice.shape)
+        expert = choice.topk(g.top_k, dim=-1).indices
+        weight = scores.gather(1, expert)
+        return weight / (weight.sum(-1, keepdim=True) + 1e-20) * g.routed_scaling, expert
 
 
 def mixture(

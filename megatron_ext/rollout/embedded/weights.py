@@ -4,8 +4,8 @@ Invariants (``tests/rollout/test_embedded_model.py``):
 
 1. A stage is complete when every HF weight came exactly once with its exact shape; a missing, unknown, repeated or
    misshapen one is an ``EngineError`` that names it.
-2. Rows of q and k, and their norms, are permuted so that the two halves of a rotary pair lie side by side: rotation is
-   then one complex product. Scores are unchanged, because q and k are permuted alike.
+2. Rows of q and k, their biases and norms, are permuted so that the two halves of a rotary pair lie side by side:
+   rotation is then one complex product. Scores are unchanged, because q and k are permuted alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.models.hf_map import hf_shapes
+from megatron_ext.models.hf_map import expert_names, hf_shapes
 from megatron_ext.rollout.engine import EngineError
 
 
@@ -23,19 +23,24 @@ from megatron_ext.rollout.engine import EngineError
 class LayerWeights:
     """One decoder layer, fp32, matrices stored input-major so that ``x @ w`` needs no transposition.
 
-    ``qkv`` [H, (heads + 2 kv_heads) D]; ``qk_norm`` [heads + kv_heads, D], the query part already times D^-0.5;
-    ``out`` [heads D, H]; ``router`` [H, E] or None; ``up`` [E, H, 2 F] (gate | up) and ``down`` [E, F, H], E = 1 in a
-    dense layer.
+    ``qkv`` [H, (heads + 2 kv_heads) D], ``qkv_bias`` of its columns or None; ``qk_norm`` [heads + kv_heads, D], the
+    query part already times D^-0.5 (a model without these norms has ones); ``out`` [heads D, H]; ``router`` [H, E] or
+    None, ``bias`` [E] that it chooses with or None; ``up`` [E, H, 2 F] (gate | up) and ``down`` [E, F, H], E = 1 in a
+    dense layer; ``shared_up`` [H, 2 S] and ``shared_down`` [S, H] of what every token passes through besides, or None.
     """
 
     norm: torch.Tensor
     qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor
     out: torch.Tensor
     ffn_norm: torch.Tensor
     router: torch.Tensor | None
+    bias: torch.Tensor | None
     up: torch.Tensor
     down: torch.Tensor
+    shared_up: torch.Tensor | None
+    shared_down: torch.Tensor | None
 
 
 @dataclass
@@ -48,9 +53,11 @@ class ModelWeights:
     layers: list[LayerWeights]
 
 
-def pair_order(head_dim: int) -> torch.Tensor:
-    """Permutation int64 [D] that puts rotary partners i and i + D/2 side by side."""
-    return torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
+def pair_order(head_dim: int, rotary_dim: int = 0) -> torch.Tensor:
+    """Permutation int64 [D] that puts rotary partners i and i + r/2 side by side, of the first r values (0: of all)."""
+    turned = rotary_dim or head_dim
+    paired = torch.arange(turned).view(2, turned // 2).t().reshape(-1)
+    return torch.cat([paired, torch.arange(turned, head_dim)])
 
 
 class WeightStage:
@@ -60,7 +67,8 @@ class WeightStage:
         self._config = g = config
         self._expected = hf_shapes(g)
         self._missing = set(self._expected)
-        self._order = pair_order(g.head_dim)
+        self._order = pair_order(g.head_dim, g.rotary_dim)
+        self._names = expert_names(g)
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
@@ -70,19 +78,30 @@ class WeightStage:
         layers = []
         for moe in g.moe_pattern:
             blocks, width = (g.num_experts, g.moe_intermediate) if moe else (1, g.intermediate)
+            shared = g.shared_intermediate if moe else 0
             layers.append(
                 LayerWeights(
                     norm=empty(g.hidden),
                     qkv=empty(g.hidden, (g.heads + 2 * g.kv_heads) * g.head_dim),
-                    qk_norm=empty(g.heads + g.kv_heads, g.head_dim),
+                    qkv_bias=empty((g.heads + 2 * g.kv_heads) * g.head_dim) if g.qkv_bias else None,
+                    qk_norm=self._norm_of_ones(device),
                     out=empty(g.heads * g.head_dim, g.hidden),
                     ffn_norm=empty(g.hidden),
                     router=empty(g.hidden, g.num_experts) if moe else None,
+                    bias=empty(g.num_experts) if moe and g.expert_bias else None,
                     up=empty(blocks, g.hidden, 2 * width),
                     down=empty(blocks, width, g.hidden),
+                    shared_up=empty(g.hidden, 2 * shared) if shared else None,
+                    shared_down=empty(shared, g.hidden) if shared else None,
                 )
             )
         self._weights = ModelWeights(embed, head, empty(g.hidden), layers)
+
+    def _norm_of_ones(self, device: torch.device) -> torch.Tensor:
+        g = self._config
+        ones = torch.ones(g.heads + g.kv_heads, g.head_dim, device=device)
+        ones[: g.heads] *= g.head_dim**-0.5
+        return ones
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Takes one tensor, any float type, any device."""
@@ -121,30 +140,44 @@ class WeightStage:
                 layer.ffn_norm.copy_(tensor)
             elif kind == "self_attn":
                 self._place_attention(layer, leaf, tensor)
-            elif leaf == "gate":
+            elif leaf == "gate" and parts[-1] == "weight":
                 assert layer.router is not None
                 layer.router.copy_(tensor.t())
+            elif parts[-1] == "e_score_correction_bias":
+                assert layer.bias is not None
+                layer.bias.copy_(tensor)
             else:
-                block = int(parts[5]) if len(parts) == 8 else 0
-                width = layer.down.shape[1]
-                if leaf == "down_proj":
-                    layer.down[block].copy_(tensor.t())
+                up, down = self._expert(layer, parts)
+                width = down.shape[0]
+                if leaf in (self._names.down, "down_proj"):
+                    down.copy_(tensor.t())
                 else:
-                    half = slice(0, width) if leaf == "gate_proj" else slice(width, 2 * width)
-                    layer.up[block, :, half].copy_(tensor.t())
+                    half = slice(0, width) if leaf in (self._names.gate, "gate_proj") else slice(width, 2 * width)
+                    up[:, half].copy_(tensor.t())
+
+    @staticmethod
+    def _expert(layer: LayerWeights, parts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two matrices [H, 2 F] and [F, H] that a weight of a feed-forward block belongs to."""
+        if "shared_experts" in parts:
+            assert layer.shared_up is not None and layer.shared_down is not None
+            return layer.shared_up, layer.shared_down
+        block = int(parts[5]) if "experts" in parts else 0
+        return layer.up[block], layer.down[block]
 
     def _place_attention(self, layer: LayerWeights, leaf: str, tensor: torch.Tensor) -> None:
         g, d = self._config, self._config.head_dim
         q_end, k_end = g.heads * d, (g.heads + g.kv_heads) * d
         if leaf == "o_proj":
             layer.out.copy_(tensor.t())
-        elif leaf == "q_norm":
-            layer.qk_norm[: g.heads].copy_(tensor[self._order].float() * d**-0.5)
-        elif leaf == "k_norm":
-            layer.qk_norm[g.heads :].copy_(tensor[self._order])
-        elif leaf == "v_proj":
-            layer.qkv[:, k_end:].copy_(tensor.t())
+        elif leaf in ("q_norm", "k_norm"):
+            rows = slice(0, g.heads) if leaf == "q_norm" else slice(g.heads, None)
+            scale = d**-0.5 if leaf == "q_norm" else 1.0
+            layer.qk_norm[rows].copy_(tensor.view(-1, d)[:, self._order].float() * scale)
         else:
-            paired = tensor.view(-1, d, g.hidden)[:, self._order].reshape(-1, g.hidden)
-            span = slice(0, q_end) if leaf == "q_proj" else slice(q_end, k_end)
-            layer.qkv[:, span].copy_(paired.t())
+            span = {"q_proj": slice(0, q_end), "k_proj": slice(q_end, k_end), "v_proj": slice(k_end, None)}[leaf]
+            order = torch.arange(d) if leaf == "v_proj" else self._order
+            if tensor.ndim == 1:
+                assert layer.qkv_bias is not None
+                layer.qkv_bias[span].copy_(tensor.view(-1, d)[:, order].reshape(-1))
+            else:
+                layer.qkv[:, span].copy_(tensor.view(-1, d, g.hidden)[:, order].reshape(-1, g.hidden).t())
