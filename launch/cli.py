@@ -14,6 +14,7 @@ COMMANDS = {
     "export": "write a run's model as a Hugging Face checkpoint",
     "report": "write a run's report, or the comparison of several, as one HTML file",
     "inspect": "print a kept step of a run, token by token",
+    "recipes": "list, show, check and compare recipes",
     "table": "train a recipe over seeds, with a control, and table what it learned",
     "quickstart": "the main job, with its result at the end",
     "bench": "measure, against a bar",

@@ -142,7 +142,9 @@ def _overview(rows: Sequence[TrajectoryValues]) -> Table:
 
 
 def _heading(row: TrajectoryValues) -> Text:
-    parts = ", ".join(f"{name} {value:g}" for name, value in row.reward_parts.items())
+    parts = ", ".join(
+        f"{name} missing" if value is None else f"{name} {value:g}" for name, value in row.reward_parts.items()
+    )
     return Text.assemble(
         (row.trajectory, "bold"),
         f"  task {row.task}, {row.status.lower()}, ",

@@ -6,6 +6,7 @@ Invariant (``tests/launch/test_train.py``): every problem is reported, one line 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,26 @@ def prepare(argv: Sequence[str], recipes: Path = RECIPES) -> Config:
     if cfg is None or found:
         raise ConfigError(found)
     return cfg
+
+
+def prepare_elsewhere(argv: Sequence[str], recipes: Path = RECIPES) -> tuple[Config, int]:
+    """``prepare`` for a machine that need not be this one: with a GPU and its packages, and as many ranks as the layout
+    asks for at least, which are returned too. Weights and tokenizer are not looked for. Raises ``ConfigError``."""
+    cfg, found = collect(argv, recipes)
+    if cfg is None:
+        raise ConfigError(found)
+    p = cfg.parallel
+    dense, experts = p.tensor * p.pipeline * p.context, p.expert * p.expert_tensor * p.pipeline
+    world = math.lcm(max(dense, 1), max(experts, 1))
+    hf = _hf_config(cfg, found)
+    found += problems(cfg, None if hf is None else hf.to_dict(), world)
+    try:
+        resolve_backend(cfg.backend, cuda_available=lambda: True, installed=lambda package: True)
+    except BackendError as error:
+        found += str(error).splitlines()
+    if found:
+        raise ConfigError(found)
+    return cfg, world
 
 
 def ranks(found: list[str]) -> int:

@@ -12,44 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from launch.errors import show
 from launch.prepare import missing_packages, prepare
+from launch.runner import Job, Runner, finished, minutes, progress_bars, say
 from launch.table_report import arm_name, markdown, plot, read_arm, table
 from megatron_ext.config.compose import ConfigError
-from megatron_ext.config.saved import load_resolved
-from megatron_ext.config.schema import Config
-from megatron_ext.tracking.jsonl import FILE_NAME, read_metrics
 from megatron_ext.training.interrupt import Interrupted, InterruptFlag
-
-TIMES = "times.jsonl"
-LOOK_EVERY_S = 0.5
-STOP_WITHIN_S = 120.0
-INTERRUPTED = 130  # exit status of a run that saved and stopped
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of the table. ``after`` is the run whose warm start it shares."""
-
-    name: str
-    argv: tuple[str, ...]
-    config: Config
-    after: str | None
-
-    @property
-    def run(self) -> Path:
-        return Path(self.config.run.root) / self.config.run.name
 
 
 def plan(overrides: Sequence[str], seeds: Sequence[int], control: bool, folder: Path) -> list[Job]:
@@ -79,113 +51,6 @@ def plan(overrides: Sequence[str], seeds: Sequence[int], control: bool, folder: 
     return jobs
 
 
-def finished(job: Job) -> bool:
-    """Whether the run has its result, under the configuration that is asked for."""
-    result = job.run / "result.json"
-    if not result.is_file():
-        return False
-    value = json.loads(result.read_text())
-    old, new = load_resolved(job.run / "config.yaml"), job.config
-    same = (old.run.steps, old.run.max_minutes) == (new.run.steps, new.run.max_minutes)
-    return same and not value["interrupted"] and value["success_after"] is not None
-
-
-class Runner:
-    """Runs jobs, so many at a time, each with a log in ``folder/logs``; what ended how is in ``failed``."""
-
-    def __init__(
-        self, folder: Path, jobs: Sequence[Job], at_once: int, progress: Progress, flag: InterruptFlag
-    ) -> None:
-        self._folder, self._at_once, self._progress, self._flag = folder, at_once, progress, flag
-        self._waiting = list(jobs)
-        self._running: dict[subprocess.Popen[bytes], tuple[Job, float, IO[bytes], TaskID]] = {}
-        self.failed: list[str] = []
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-
-    def log_of(self, job: Job) -> Path:
-        return self._folder / "logs" / f"{job.name}.log"
-
-    def run(self) -> None:
-        """Returns when every job has ended. Raises ``Interrupted``, after the running ones have saved and stopped."""
-        try:
-            while self._waiting or self._running:
-                self._flag.check()
-                while len(self._running) < self._at_once and (job := self._next()):
-                    self._start(job)
-                self._collect()
-                time.sleep(LOOK_EVERY_S if self._running else 0.0)
-        finally:
-            self._stop()
-
-    def _next(self) -> Job | None:
-        """The first job that can start: a control waits for its seed's warm start."""
-        names = {job.name for job in self._waiting} | {job.name for job, *_ in self._running.values()}
-        for job in self._waiting:
-            started = (
-                job.after is None or job.after not in names or (job.run.parent / job.after / "warm_start.json").exists()
-            )
-            if started:
-                self._waiting.remove(job)
-                return job
-        return None
-
-    def _start(self, job: Job) -> None:
-        log = self.log_of(job).open("ab")
-        # Out of the terminal's process group: Ctrl-C reaches this process, which tells each run once.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "launch.train", *job.argv],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-        self._progress.console.print(f"{job.name}: started, log {self.log_of(job)}", highlight=False, soft_wrap=True)
-        task = self._progress.add_task(job.name, total=job.config.run.steps, note="warm start")
-        self._running[process] = (job, time.monotonic(), log, task)
-
-    def _collect(self) -> None:
-        for process, (job, began, log, task) in list(self._running.items()):
-            code = process.poll()
-            if code is None:
-                self._show(job, task)
-                continue
-            log.close()
-            del self._running[process]
-            seconds = time.monotonic() - began
-            with (self._folder / TIMES).open("a") as times:
-                times.write(json.dumps({"run": job.name, "seconds": round(seconds, 1), "exit": code}) + "\n")
-            self._progress.remove_task(task)
-            if code == 0:
-                said = "finished"
-            else:
-                how = "was interrupted" if code == INTERRUPTED else f"failed with exit status {code}"
-                said = f"{how}, see {self.log_of(job)}"
-                self.failed.append(f"{job.name} {said}")
-            self._progress.console.print(
-                f"{job.name}: {said} ({seconds / 60:.1f} min)", highlight=False, soft_wrap=True
-            )
-
-    def _show(self, job: Job, task: TaskID) -> None:
-        path = job.run / FILE_NAME
-        rows = read_metrics(path) if path.exists() else []
-        if rows:
-            last = rows[-1]
-            note = f"success {last['reward/success']:.2f}" if "reward/success" in last else ""
-            self._progress.update(task, completed=last["step"], note=note)
-
-    def _stop(self) -> None:
-        for process in self._running:
-            process.terminate()
-        for process, (job, *_) in self._running.items():
-            try:
-                process.wait(STOP_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                self._progress.console.print(f"{job.name}: did not stop in {STOP_WITHIN_S:.0f} s, killed")
-        if self._running:
-            self._collect()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     overrides = [a for a in arguments if "=" in a and not a.startswith("-") or a.startswith("~")]
@@ -209,21 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing := missing_packages():
             raise ConfigError(missing)
         jobs = plan(overrides, options.seeds, options.control, folder)
+        todo = [job for job in jobs if not finished(job)]
     except ConfigError as error:
         return show(error)
 
-    progress = Progress(
-        TextColumn("{task.description:<16}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-    )
-    todo = [job for job in jobs if not finished(job)]
+    progress = progress_bars()
     for job in jobs:
         if job not in todo:
-            progress.console.print(f"{job.name}: finished before, kept", highlight=False)
+            say(progress, f"{job.name}: finished before, kept")
     with InterruptFlag() as flag, progress:
         runner = Runner(folder, todo, options.jobs, progress, flag)
         try:
@@ -236,11 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return 1
 
-    times = folder / TIMES
-    spent = [json.loads(line) for line in times.read_text().splitlines()] if times.exists() else []
     try:
         arms = [
-            read_arm(job.run, job.config.run.seed, job.config.control.permute_rewards, _minutes(spent, job.name))
+            read_arm(job.run, job.config.run.seed, job.config.control.permute_rewards, minutes(folder, job.name))
             for job in jobs
         ]
         made = table(recipe, list(overrides), arms)
@@ -253,12 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text, end="")
     print(f"\nkept in {folder}: table.md, table.json, table.png")
     return 0
-
-
-def _minutes(spent: Sequence[dict[str, float | str]], name: str) -> float | None:
-    """Minutes of all processes of the run; None when the table did not run it."""
-    seconds = [float(line["seconds"]) for line in spent if line["run"] == name]
-    return sum(seconds) / 60 if seconds else None
 
 
 if __name__ == "__main__":

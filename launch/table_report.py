@@ -170,14 +170,19 @@ def markdown(made: Table) -> str:
         cells += [number(made.mean("sampled_before")), number(made.mean("sampled_after"))]
         cells += [number(made.mean("control_sampled_after"))] if control else []
         lines.append([*cells, number(made.mean("steps"), "{:.0f}"), number(made.mean("minutes"), "{:.1f}")])
+    said = "Greedy success on held-out tasks"
+    note = f"`recipe={made.recipe}`{''.join(f' `{a}`' for a in made.overrides if not a.startswith('recipe='))}"
+    return f"{said} ({made.tasks} of them), {note}:\n\n" + aligned(header, lines) + "\n"
+
+
+def aligned(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table as GitHub reads it, its columns aligned to the right in the source too."""
     widths = [max(len(line[column]) for line in [header, *lines]) for column in range(len(header))]
     body = [
         "| " + " | ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in [header, *lines]
     ]
     body.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
-    said = "Greedy success on held-out tasks"
-    note = f"`recipe={made.recipe}`{''.join(f' `{a}`' for a in made.overrides if not a.startswith('recipe='))}"
-    return f"{said} ({made.tasks} of them), {note}:\n\n" + "\n".join(body) + "\n"
+    return "\n".join(body)
 
 
 def plot(made: Table, arms: Sequence[Arm], path: Path) -> None:

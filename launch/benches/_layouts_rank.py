@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from launch.benches._layouts_setup import (
     Case,
     Outcome,
     make_batch,
+    with_experts,
 )
 from megatron_ext.config.schema import BackendConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_ext.credit.base import Baseline
@@ -38,6 +39,7 @@ from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.models.hf_map import Piece, hf_shapes, join, place_of, rank_plan
 from megatron_ext.models.parallel import ParallelContext, initialize, shutdown
 from megatron_ext.moe.policies import TrainedRouter
+from megatron_ext.moe.replay_tokens import ReplayRule
 from megatron_ext.training.lockstep import rank_microbatches
 from megatron_ext.training.microbatch import MicroBatch
 from megatron_ext.training.optimizer import wrap
@@ -65,9 +67,16 @@ def run_case(case: Case) -> Outcome | None:
         shutdown(context)
 
 
-def _build(hf: HFConfig, context: ParallelContext, seed: int) -> list[torch.nn.Module]:
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+def _build(hf: HFConfig, context: ParallelContext, seed: int, recompute: str = "") -> list[torch.nn.Module]:
     model = ModelConfig(hf_config="", max_context=128)
-    overrides = TrainedRouter().config_overrides()
+    overrides = TrainedRouter().config_overrides() | dict(RECOMPUTE[recompute])
     return list(build_model(hf, model, context.config, context.backend, overrides, seed))
 
 
@@ -76,16 +85,23 @@ def _trainer(case: Case, hf: HFConfig, context: ParallelContext) -> Trainer:
     if context.config.distributed_optimizer:
         rule = {"name": "adam", "beta1": 0.0, "beta2": 0.0, "eps": ADAM_EPS}
     config = OptimizerConfig(clip_grad=case.clip, weight_decay=0.0, **rule)
-    chunks, optimizer = wrap(_build(hf, context, seed=1), config, context.config, context.backend)
+    chunks, optimizer = wrap(_build(hf, context, 1, case.recompute), config, context.config, context.backend)
     return Trainer(chunks, optimizer, context, temperature=TEMPERATURE, router=TrainedRouter())
 
 
 def _run(case: Case, context: ParallelContext) -> Outcome | None:
     hf = case.model()
     trainer, batch = _trainer(case, hf, context), make_batch()
+    batch = with_experts(batch) if case.replay else batch
     rows = make_rows(batch, case.tokens_per_row)
     micro = rank_microbatches(
-        batch, rows, context, cap=case.cap, share_prefixes=case.share_prefixes, plan=_plan(case, rows, context)
+        batch,
+        rows,
+        context,
+        cap=case.cap,
+        share_prefixes=case.share_prefixes,
+        plan=_plan(case, rows, context),
+        replay=ReplayRule.of(hf) if case.replay else None,
     )
     scores = _scored(trainer, micro, batch, _reference(trainer, hf, context))
     view, _ = Pipeline([], baseline=Baseline()).run(open_view(batch, step=0))

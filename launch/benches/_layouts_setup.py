@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,8 +64,10 @@ class Case:
     ``cap`` tokens a micro-batch and rank; ``tokens_per_row`` cuts rows at turns; ``plan`` pack | one (a row each) |
     permuted (rows in random order, cut under the cap) | first (as permuted, all on the first data-parallel rank: the
     others run empty micro-batches). ``poison`` asks for one more step, with a gradient of NaN, which must be skipped.
-    The last four decide what is computed, so that only cases that agree in them are comparable:
-    ``terms`` a key of ``TERMS``; ``tied`` the embedding; ``clip`` of the gradient; ``dense`` a model without experts.
+    ``recompute`` full | moe runs forwards of layers, or of their experts, again in the backward.
+    The last five decide what is computed, so that only cases that agree in them are comparable:
+    ``terms`` a key of ``TERMS``; ``tied`` the embedding; ``clip`` of the gradient; ``dense`` a model without experts;
+    ``replay`` of recorded experts, which are none that the routers would choose.
     """
 
     name: str
@@ -75,15 +78,18 @@ class Case:
     share_prefixes: bool = False
     plan: str = "pack"
     poison: bool = False
+    recompute: str = ""
     terms: str = "token"
     tied: bool = True
     clip: float = 0.0
     dense: bool = False
+    replay: bool = False
 
     @property
     def alone(self) -> Case:
         """One rank, cut plainly: what the case must equal."""
-        return Case("dp1", terms=self.terms, tied=self.tied, clip=self.clip, dense=self.dense)
+        kind = {"terms": self.terms, "tied": self.tied, "clip": self.clip, "dense": self.dense, "replay": self.replay}
+        return Case("dp1", **kind)  # type: ignore[arg-type]
 
     def model(self) -> HFConfig:
         hf = replace(MODEL, tie_word_embeddings=self.tied)
@@ -110,6 +116,19 @@ class Outcome:
     skipped: bool | None
     microbatches: int
     tokens: int
+
+
+def with_experts(batch: TrajectoryBatch) -> TrajectoryBatch:
+    """The batch with recorded experts: a token's follow from the ids up to it, so that rows that share it agree."""
+    experts = np.empty((batch.num_tokens, sum(MODEL.moe_pattern), MODEL.num_experts), dtype=np.uint8)
+    for first, end in zip(batch.segment_tokens[:-1].tolist(), batch.segment_tokens[1:].tolist(), strict=True):
+        for token in range(first, end):
+            rng = np.random.default_rng(crc32(batch.ids[first : token + 1].tobytes()))
+            experts[token] = rng.random(experts.shape[1:]).argsort(axis=-1)
+    # The last token of every conversation was sampled, and nothing was generated from it.
+    valid = np.ones(batch.num_tokens, dtype=bool)
+    valid[batch.segment_tokens[1:] - 1] = False
+    return replace(batch, routed=experts[:, :, : MODEL.top_k], routed_valid=valid)
 
 
 def make_batch(seed: int = SEED, groups: int = 4, samples: int = 3) -> TrajectoryBatch:

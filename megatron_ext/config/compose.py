@@ -38,6 +38,9 @@ from megatron_ext.config.keys import Kind
 from megatron_ext.config.schema import Config
 
 
+COMPARISON = "comparison.yaml"
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be used; ``problems`` has one line a problem."""
 
@@ -57,10 +60,20 @@ class Edit:
 
 
 def recipes(search_root: Path) -> dict[str, list[str]]:
-    """Slug -> presets (``recipe`` is the one that the slug alone means) of every recipe under the search root."""
+    """Slug -> presets (``recipe`` is the one that the slug alone means) of every recipe under the search root. The
+    folder's ``comparison.yaml`` says which presets are compared, and is none."""
     found: dict[str, list[str]] = {}
     for file in sorted(search_root.glob("*/recipe.yaml")):
-        found[file.parent.name] = sorted(f.stem for f in file.parent.glob("*.yaml"))
+        found[file.parent.name] = sorted(f.stem for f in file.parent.glob("*.yaml") if f.name != COMPARISON)
+    return found
+
+
+def files(slug: str, preset: str, search_root: Path) -> list[Path]:
+    """Files that a recipe's preset is merged from, first to last. Raises ``ConfigError``."""
+    problems: list[str] = []
+    found = _files(f"{slug}/{preset}", search_root, problems)
+    if problems:
+        raise ConfigError(problems)
     return found
 
 

@@ -19,6 +19,7 @@ _PACKAGES = (
     "hydra-core",
     "omegaconf",
     "wandb",
+    "textworld",
     "textworld-express",
     "reasoning-gym",
 )

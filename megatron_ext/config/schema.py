@@ -100,6 +100,12 @@ class RolloutConfig:
     env_deadline_s: float = opt(30.0, "an environment call slower than this kills its worker; the trajectory is masked")
     lease_deadline_s: float = opt(600.0, "a driver that finishes no group for this long has stalled")
     record_routing: bool = opt(False, "record the experts of every token")
+    replay_routing: bool = opt(
+        False, "train and score with the recorded experts (R3); the router's own scores of them, and its gradient, stay"
+    )
+    replay_missing: str = opt(
+        "error", "error | live: a token that training needs and whose experts were not recorded; live = router chooses"
+    )
     ignore_stop: bool = opt(
         False, "training turns run to max_new_tokens whatever is sampled (fixed lengths, for measuring)"
     )
@@ -125,7 +131,7 @@ class CreditConfig:
 class LossConfig:
     aggregation: str = opt(
         "token_mean",
-        "token_mean | row_mean | turn_mean | trajectory_mean | prompt_mean | prompt_turn_mean | "
+        "token_mean | row_mean | session_mean | turn_mean | trajectory_mean | prompt_mean | prompt_turn_mean | "
         "prompt_trajectory_mean, over the global batch",
     )
     terms: dict[str, Any] = opt(
@@ -162,6 +168,7 @@ class WarmStartConfig:
     observation_weight: float = opt(0.0, "loss weight of observation tokens; 0 = action tokens only")
     aux_loss_coefficient: float = opt(0.0, "MoE load-balancing loss during the warm start")
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-3, warmup_steps=20))
+    seed: int = opt(0, "seed of the warm start, so that runs of several seeds can share one; 0 = run.seed")
     cache: str = opt("", "folder that keeps warm starts by key, so that arms and seeds share one; empty = no cache")
 
 

@@ -33,6 +33,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "model.init": ("fan_in", "normal"),
     "credit.normalize": ("std", "mean", "none"),
     "loss.aggregation": MODES,
+    "rollout.replay_missing": ("error", "live"),
     "optimizer.name": ("adam", "sgd"),
     "optimizer.schedule": ("constant", "cosine", "linear"),
     "warm_start.optimizer.name": ("adam", "sgd"),
@@ -70,6 +71,7 @@ AT_LEAST: Mapping[str, float] = {
     "optimizer.warmup_steps": 0,
     "optimizer.weight_decay": 0,
     "optimizer.clip_grad": 0,
+    "warm_start.seed": 0,
     "warm_start.demonstrations": 1,
     "warm_start.min_epochs": 0,
     "warm_start.gate_tasks": 1,
@@ -96,6 +98,8 @@ ABOVE_ZERO = (
     "warm_start.optimizer.lr",
 )
 SHARES = ("optimizer.min_lr_ratio", "warm_start.mistake_rate", "warm_start.target_success")
+STRUCTURED, FROZEN = ".StructuredRouter", ".FrozenRouter"  # router policies
+ROUTING_LOSSES = ("mutual_information", "consistency")  # their coefficients, arguments of the former
 MAX_VOCAB = 2048
 MIN_VOCAB = 264  # the special tokens, the 256 bytes, and at least one piece to learn
 MAX_SEED = 2**32 - 1  # what every generator takes
@@ -129,8 +133,9 @@ def _run(cfg: Config) -> Iterator[str]:
     name = cfg.run.name
     if name in ("", ".", "..") or PurePath(name).name != name:
         yield f"run.name={name!r}: names a folder inside run.root, so it holds no slash; run.root says where that is"
-    if cfg.run.seed > MAX_SEED:
-        yield f"run.seed={cfg.run.seed}: must be at most {MAX_SEED}"
+    for key, seed in (("run.seed", cfg.run.seed), ("warm_start.seed", cfg.warm_start.seed)):
+        if seed > MAX_SEED:
+            yield f"{key}={seed}: must be at most {MAX_SEED}"
     if cfg.run.deterministic and cfg.backend.device == "cuda":
         yield "run.deterministic=true: repeats exactly on backend.device=cpu only, not on cuda"
     if cfg.run.deterministic and not _takes(cfg.rollout.engine, "batch_invariant"):
@@ -252,6 +257,10 @@ def _model(cfg: Config, hf: Mapping[str, Any]) -> Iterator[str]:
                 yield f"parallel.{key}={value}: the model has no experts"
         if cfg.model.aux_loss_coefficient > 0:
             yield f"model.aux_loss_coefficient={cfg.model.aux_loss_coefficient}: the model has no experts to balance"
+        if cfg.rollout.replay_routing:
+            yield "rollout.replay_routing=true: the model has no experts, so no routing to replay"
+        if cfg.model.router.get("_target_", "").endswith(STRUCTURED):
+            yield f"model.router={cfg.model.router['_target_']}: the model has no experts, so no routing to structure"
     layers, chunks = hf.get("num_hidden_layers"), p.pipeline * p.virtual_pipeline
     if isinstance(layers, int) and chunks >= 1 and layers % chunks:
         factors = f"{p.pipeline} x {p.virtual_pipeline} = {chunks}"
@@ -335,6 +344,14 @@ def _rollout(cfg: Config) -> Iterator[str]:
             f"rollout.max_new_tokens={r.max_new_tokens}: leaves no room for a prompt in "
             f"model.max_context={cfg.model.max_context}"
         )
+    budget = cfg.harness.get("context_budget")
+    if isinstance(budget, int) and budget >= cfg.model.max_context:
+        yield (
+            f"harness.context_budget={budget}: a dialogue is compressed before it is full, so the budget must leave "
+            f"room for an observation and a summary in model.max_context={cfg.model.max_context}"
+        )
+    if r.replay_routing and not r.record_routing:
+        yield "rollout.replay_routing=true: nothing is recorded; set rollout.record_routing=true"
     if not cfg.environments:
         yield "environments: none; name at least one (environments.NAME._target_=...)"
     elif cfg.tasks.environment not in cfg.environments:
@@ -381,9 +398,10 @@ def _plug_points(cfg: Config) -> Iterator[str]:
             lines.append(f"{path}: needs _target_ (the import path of what it is), got {_get(cfg, path)!r}")
     if "_target_" in cfg.harness and not any(targets.problems("harness", cfg.harness)):
         build("harness", partial(instantiate, cfg.harness, where="harness"))
-    for name, node in cfg.rewards.items():
-        if not any(targets.problems("rewards", {name: node})):
-            build(f"rewards.{name}", partial(RewardSet.from_config, {name: node}))
+    sound = {name: node for name, node in cfg.rewards.items() if not any(targets.problems("rewards", {name: node}))}
+    made = [build(f"rewards.{name}", partial(RewardSet.from_config, {name: node})) for name, node in sound.items()]
+    if len(made) > 1 and None not in made:  # what they say about each other
+        build("rewards", partial(RewardSet.from_config, sound))
     terms = build_each("loss.terms")
     if cfg.batch.tokens_per_row > 0:
         lines.extend(
@@ -398,11 +416,23 @@ def _plug_points(cfg: Config) -> Iterator[str]:
     if len(setters) > 1:
         lines.append(f"credit.edits: {' and '.join(setters)} each set the scale of the advantage; keep one")
     coefficient = cfg.model.aux_loss_coefficient
+    acting = [f"{name}={cfg.model.router[name]}" for name in ROUTING_LOSSES if cfg.model.router.get(name)]
+    if acting and cfg.model.router.get("_target_", "").endswith(FROZEN):
+        lines.append(
+            f"model.router: a frozen router does not learn from a routing loss ({', '.join(acting)}); choose "
+            "megatron_ext.moe.structured.StructuredRouter, or leave the loss out"
+        )
     if cfg.model.router and not any(targets.problems("model.router", cfg.model.router)):
         policy = build("model.router", partial(instantiate, cfg.model.router, where="model.router"))
         if policy is not None and coefficient > 0 and policy.config_overrides().get("moe_aux_loss_coeff") == 0.0:
             lines.append(
                 f"model.aux_loss_coefficient={coefficient}: the router policy {cfg.model.router['_target_']} keeps the "
                 "auxiliary loss off"
+            )
+        coefficient = cfg.warm_start.aux_loss_coefficient
+        if cfg.warm_start.enabled and coefficient > 0 and cfg.model.router.get("in_warm_start", False):
+            lines.append(
+                f"warm_start.aux_loss_coefficient={coefficient}: model.router.in_warm_start=true keeps the auxiliary "
+                "loss off; set one of them to its default"
             )
     yield from lines

@@ -9,15 +9,15 @@ Invariants (``tests/credit/test_conservation.py`` asserts each):
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.credit.exact import LIMBS, exact_parts, exact_value
 from megatron_ext.credit.levels import Level, token_offsets
-from megatron_ext.credit.protocol import CreditEdit, CreditError, Slot
+from megatron_ext.credit.protocol import Counter, CreditEdit, CreditError, Kind, Slot
 from megatron_ext.credit.spans import parts
 from megatron_ext.credit.turns import Layout, turn_reduce
 from megatron_ext.trajectory.record import TrajectoryBatch
@@ -62,13 +62,14 @@ class Masses:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """An edit on one rank's batch: masses before and after, tokens ``changed``, and the worst violation of what the
-    edit conserves within a group, trajectory or turn: name -> (relative error, where)."""
+    """An edit on one rank's batch: masses before and after, tokens ``changed``, the worst violation of what the edit
+    conserves within a group, trajectory or turn (name -> (relative error, where)), and the edit's own counters."""
 
     before: Masses
     after: Masses
     changed: int
     violations: dict[str, tuple[float, str]]
+    counters: Mapping[str, Counter] = field(default_factory=dict)
 
     def sums(self, trained: int) -> NDArray[np.float64]:
         """What adds over ranks, float64 [5, LIMBS]."""
@@ -76,6 +77,15 @@ class Change:
         counts[0, :2] = self.changed, trained
         masses = (self.before.positive, self.before.negative, self.after.positive, self.after.negative)
         return np.concatenate([*(exact_parts(mass) for mass in masses), counts])
+
+    def counter_sums(self) -> dict[str, NDArray[np.float64]]:
+        """What adds over ranks of each counter, float64 [2, LIMBS]: its sum and its size, by kind and name."""
+        out = {}
+        for name, counter in self.counters.items():
+            size = np.zeros((1, LIMBS))
+            size[0, 0] = counter.size
+            out[f"{counter.kind}/{name}"] = np.concatenate([exact_parts(counter.values), size])
+        return out
 
     def worst(self) -> NDArray[np.float64]:
         """The errors whose largest over ranks counts, float64 [len(LOCAL)]."""
@@ -87,6 +97,8 @@ class EditReport:
     """What one edit did to the advantage over all ranks. Masses are sums of A over trained tokens, by sign.
 
     A reward-side edit is measured through the centring: before and after are the advantages of its two rewards.
+    ``changed`` counts against the edit's off arm where it gives one (``CreditView.off``), else against what it was
+    given. ``counters``: the edit's own numbers, by kind and name.
     """
 
     name: str
@@ -97,6 +109,7 @@ class EditReport:
     negative_after: float
     changed: int
     trained: int
+    counters: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def changed_fraction(self) -> float:
@@ -110,15 +123,25 @@ class EditReport:
             "positive_mass_after": self.positive_after,
             "negative_mass_after": self.negative_after,
             "changed_fraction": self.changed_fraction,
+            **self.counters,
         }
         return {f"credit/{self.name}/{key}": value for key, value in values.items()}
 
 
-def report(name: str, slot: Slot, sums: NDArray[np.float64]) -> EditReport:
-    """From the ``Change.sums`` of all ranks."""
+def report(name: str, slot: Slot, sums: NDArray[np.float64], counters: Mapping[str, NDArray[np.float64]]) -> EditReport:
+    """From the ``Change.sums`` and ``Change.counter_sums`` of all ranks."""
     positive, negative, positive_after, negative_after = (float(x) for x in exact_value(sums[:4]))
     changed, trained = (int(x) for x in sums[4, :2])
-    return EditReport(name, slot, positive, negative, positive_after, negative_after, changed, trained)
+    own = {key: value for key, parts in counters.items() if (value := _counted(key, parts)) is not None}
+    return EditReport(name, slot, positive, negative, positive_after, negative_after, changed, trained, own)
+
+
+def _counted(key: str, parts: NDArray[np.float64]) -> float | None:
+    """The value of a counter; None for a mean or share of nothing."""
+    total, size = float(exact_value(parts[:1])[0]), float(parts[1, 0])
+    if key.startswith(f"{Kind.COUNT}/"):
+        return total
+    return total / size if size else None
 
 
 def token_masses(

@@ -8,6 +8,7 @@ Invariants (``tests/credit/test_pipeline.py`` asserts each):
    edit's own slot changed. What an edit says it conserves is checked over all ranks.
 4. Each rank makes the same number of reductions: one for every edit, and one at the end.
 5. An edit sees the replies to its own requests, in their order; edits that asked are not run without an answer.
+6. Counters of an edit are of all ranks, to the bit whoever holds the groups, and are its own: none reaches the next.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Pipeline:
             edited = self._apply(edit, replace(view, replies=answers[name]), reduce)
             _check_reward_edit(name, view, edited)
             changes[name] = self._reward_change(edit, view, edited, layout)
-            view = edited
+            view = replace(edited, counters={}, off=None)
 
         value = self.baseline.trajectory(batch, view.reward)
         view = replace(view, advantage=broadcast(batch, value), replies=())
@@ -153,10 +154,11 @@ class Pipeline:
             edited = self._apply(edit, replace(view, replies=answers[name]), reduce)
             _check_advantage_edit(name, view, edited)
             before, after = view.advantage, edited.advantage
-            new, changed = (masses, 0) if after is before else token_masses(batch, after, trained, name, before)
+            off = before if edited.off is None else edited.off
+            new, changed = (masses, 0) if after is before is off else token_masses(batch, after, trained, name, off)
             broken = violations(layout, edit.traits.conserves, (masses, new), partial(_pair, before, after))
-            changes[name] = Change(masses, new, changed, broken)
-            view, masses = replace(edited, replies=()), new
+            changes[name] = Change(masses, new, changed, broken, edited.counters)
+            view, masses = replace(edited, replies=(), counters={}, off=None), new
 
         return view, self._reports(changes, int(counts.sum()), reduce)
 
@@ -185,13 +187,25 @@ class Pipeline:
             return broadcast(batch, before), broadcast(batch, after)
 
         broken = violations(layout, edit.traits.conserves, (old_masses, new_masses), tokens)
-        return Change(old_masses, new_masses, changed, broken)
+        return Change(old_masses, new_masses, changed, broken, new.counters)
 
     def _reports(self, changes: Mapping[str, Change], trained: int, reduce: Reduction) -> tuple[EditReport, ...]:
         stats = {f"{name}/sums": Stat(Reduce.SUM, change.sums(trained)) for name, change in changes.items()}
         stats |= {f"{name}/worst": Stat(Reduce.MAX, change.worst()) for name, change in changes.items()}
+        counters = {name: change.counter_sums() for name, change in changes.items()}
+        stats |= {
+            f"{name}/counter/{key}": Stat(Reduce.SUM, x) for name in counters for key, x in counters[name].items()
+        }
         total = reduce(stats)
-        reports = tuple(report(name, edit.traits.slot, total[f"{name}/sums"]) for name, edit in self._edits)
+        reports = tuple(
+            report(
+                name,
+                edit.traits.slot,
+                total[f"{name}/sums"],
+                {key: total[f"{name}/counter/{key}"] for key in counters[name]},
+            )
+            for name, edit in self._edits
+        )
         for (name, edit), result in zip(self._edits, reports, strict=True):
             check_conserved(name, edit, result, total[f"{name}/worst"], changes[name].violations)
         return reports
@@ -233,3 +247,5 @@ def _check_advantage_edit(name: str, before: CreditView, after: CreditView) -> N
             f"credit edit {name!r}: advantage {after.advantage.dtype} {after.advantage.shape}, expected float64 "
             f"{before.advantage.shape}"
         )
+    if after.off is not None and after.off.shape != before.advantage.shape:
+        raise CreditError(f"credit edit {name!r}: off {after.off.shape}, expected {before.advantage.shape}")

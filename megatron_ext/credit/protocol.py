@@ -10,6 +10,9 @@ Invariants of every edit (specs, section 7; the contract test reads ``EditTraits
 a. masked tokens keep advantage 0;  b. splitting a trajectory into segments changes nothing;  c. declared sums hold;
 d. permuting rollouts permutes the output;  e. a group of identical rewards gives exactly 0;  f. a group of one gives 0;
 g. rows of one turn each and merged rows give each turn the same.
+
+What an edit wants to be seen of its work it puts on the view that it returns: ``counters``, which become metrics, and
+``off``, the advantage of its own off arm, where that is not simply what it was given.
 """
 
 from __future__ import annotations
@@ -41,6 +44,45 @@ class Stat:
     value: NDArray[Any]
 
 
+class Kind(StrEnum):
+    COUNT = "count"
+    MEAN = "mean"
+    SHARE = "share"
+
+
+@dataclass(frozen=True, eq=False)
+class Counter:
+    """One number about an edit's work over all ranks: a sum of values, their mean, or the share of things that hold.
+
+    It becomes the metric ``credit/<edit>/<kind>/<name>``; a mean or share of nothing is left out. ``values`` float64
+    [n], this rank's (at most 2^23); ``size`` what their sum is divided by, added over ranks (unused for a count).
+    """
+
+    kind: Kind
+    values: NDArray[np.float64]
+    size: int
+
+    @classmethod
+    def count(cls, values: NDArray[Any]) -> Counter:
+        """The sum of ``values`` [n] (of a mask: how many hold)."""
+        if values.dtype == np.bool_:
+            values = np.array([np.count_nonzero(values)])
+        return cls(Kind.COUNT, np.asarray(values, dtype=np.float64), 1)
+
+    @classmethod
+    def mean(cls, values: NDArray[Any], where: NDArray[np.bool_] | None = None) -> Counter:
+        """The mean of ``values`` [n] (where ``where`` [n])."""
+        chosen = np.asarray(values, dtype=np.float64) if where is None else np.asarray(values, dtype=np.float64)[where]
+        return cls(Kind.MEAN, chosen, len(chosen))
+
+    @classmethod
+    def share(cls, holds: NDArray[np.bool_], where: NDArray[np.bool_] | None = None) -> Counter:
+        """How many of ``holds`` bool [n] hold (of those ``where`` [n])."""
+        size = len(holds) if where is None else np.count_nonzero(where)
+        number = np.count_nonzero(holds if where is None else holds & where)
+        return cls(Kind.SHARE, np.array([number], dtype=np.float64), int(size))
+
+
 class Scale(StrEnum):
     KEEPS = "keeps"  # multiplies or adds on the scale it was given
     SETS = "sets"  # rescales (whitens); two edits that set the scale are refused
@@ -57,7 +99,8 @@ class Slot(StrEnum):
 class EditTraits:
     """What an edit declares. ``breaks`` lists the invariants (letters of section 7) that its own formula gives up;
     ``conserves`` names what is equal before and after (``conservation.CONSERVED`` says what each is), or nothing;
-    ``own_signal`` edits keep constant groups from being filtered; ``reference`` edits ask for scores under the
+    ``own_signal`` edits keep constant groups from being filtered; ``sessions`` edits speak of sessions, so that cutting
+    one in two changes what they say (cutting it into segments must not); ``reference`` edits ask for scores under the
     reference policy, so that a run keeps one."""
 
     slot: Slot = Slot.ADVANTAGE
@@ -65,6 +108,7 @@ class EditTraits:
     breaks: frozenset[str] = frozenset()
     conserves: frozenset[str] = frozenset()
     own_signal: bool = False
+    sessions: bool = False
     reference: bool = False
 
 
@@ -74,8 +118,10 @@ class CreditView:
 
     ``reward`` float64 [J] (reward-side), ``advantage`` float64 [T] (advantage-side; 0 where the loss mask is 0),
     ``scores`` name -> array aligned to tokens, ``step`` the optimizer-step batch, ``replies`` to the requests of the
-    edit that sees the view, in their order. ``trained`` bool [T], ``counts`` int64 [J] of them, and the model ``turns``
-    follow from the batch; views made from one another share them.
+    edit that sees the view, in their order. An edit returns ``counters`` by name, the same names on every rank, and
+    ``off`` float64 [T], what its off arm gives where that differs from what it was given (an edit that whitens: the
+    advantage whitened without it), so that the tokens it changed are counted against that. ``trained`` bool [T],
+    ``counts`` int64 [J] of them, and the model ``turns`` follow from the batch; views made from one another share them.
     """
 
     batch: TrajectoryBatch
@@ -84,6 +130,8 @@ class CreditView:
     scores: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     step: int = 0
     replies: Sequence[ScoreReply] = ()
+    counters: Mapping[str, Counter] = field(default_factory=dict)
+    off: NDArray[np.float64] | None = None
     layout: Layout | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +158,24 @@ class CreditView:
 
 class CreditError(ValueError):
     """An edit that breaks what it declared, or edits that do not go together; the message names them."""
+
+
+class PlainEdit:
+    """An edit that asks for no scores, needs nothing of other ranks and keeps no state: what it inherits says so, and
+    ``traits`` and ``apply`` are left to write. An edit that does one of these overrides it."""
+
+    def requests(self, view: CreditView) -> Sequence[ScoreRequest]:
+        return ()
+
+    def local_stats(self, view: CreditView) -> Mapping[str, Stat]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
 
 class CreditEdit(Protocol):

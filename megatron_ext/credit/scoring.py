@@ -41,12 +41,14 @@ class ScoreError(ValueError):
 
 
 def _integers(name: str, value: ArrayLike, dtype: type[np.signedinteger[Any]], ndim: int = 1) -> NDArray[Any]:
-    """A read-only copy of integer ids or indices; floats are refused, an empty list is taken for integers."""
+    """Integer ids or indices, read-only; floats are refused, an empty list is taken for integers."""
     array = np.asarray(value)
     if array.ndim != ndim or (array.size and array.dtype.kind not in "iu"):
         raise ScoreError(f"{name}: expected {ndim}-dimensional integers, got {array.dtype} {array.shape}")
     if array.size and array.min() < 0:
         raise ScoreError(f"{name}: {array.min()} is negative")
+    if array.dtype == dtype and array.flags.owndata and not array.flags.writeable:
+        return array  # nobody can change it: requests may share it
     frozen = array.astype(dtype)
     frozen.flags.writeable = False
     return frozen
@@ -135,7 +137,7 @@ class ScoreRequest:
             object.__setattr__(self, "given_ids", _integers("given_ids", self.given_ids, np.int32, ndim=2))
             if len(self.given_ids) != len(self.positions):
                 raise ScoreError(f"given_ids {self.given_ids.shape} for {len(self.positions)} positions")
-        if np.any(np.diff(self.positions) <= 0):
+        if np.any(self.positions[1:] <= self.positions[:-1]):
             raise ScoreError(f"positions must rise, got {_short(self.positions)}")
         if self.segment < 0:
             raise ScoreError(f"segment {self.segment}: must be >= 0")
@@ -145,7 +147,7 @@ class ScoreRequest:
             raise ScoreError("cut is where answer_ids follow the record, and there are none")
         if self.answer_ids is not None and len(self.positions) and self.positions[-1] >= len(self.answer_ids):
             raise ScoreError(f"positions reach {self.positions[-1]}, the answer has {len(self.answer_ids)} ids")
-        if np.any(np.diff([insert.before for insert in self.inserts]) < 0):
+        if len(self.inserts) > 1 and np.any(np.diff([insert.before for insert in self.inserts]) < 0):
             raise ScoreError(f"inserts must rise, got {[insert.before for insert in self.inserts]}")
         if self.replay_routing and (self.context_ids is not None or self.answer_ids is not None or self.inserts):
             raise ScoreError("replay_routing needs the recorded row alone: another context routes differently")
@@ -271,9 +273,13 @@ def answer_likelihood(
     """
     if length not in LENGTH or space not in SPACE:
         raise ScoreError(f"length {length!r}, space {space!r}: must be one of {LENGTH} and one of {SPACE}")
-    total = np.array([_logp(reply).sum() for reply in replies], dtype=np.float64)
+    held = [reply.logp if reply.logp is not None else _logp(reply) for reply in replies]
+    sizes = np.array([len(logp) for logp in held], dtype=np.int64)
+    owner = np.repeat(np.arange(len(held)), sizes)
+    every = np.concatenate(held) if held else np.empty(0)
+    total = np.bincount(owner, weights=every, minlength=len(held)).astype(np.float64)
     if length == "mean":
-        total /= np.maximum([len(_logp(reply)) for reply in replies], 1)
+        total /= np.maximum(sizes, 1)
     return np.exp(total) if space == "prob" else total
 
 

@@ -36,16 +36,26 @@ class VarianceShares:
     parts: NDArray[np.int64]
     smallest: NDArray[np.int64]
 
-    def explained(self, fallback: float, *, min_parts: int = 2, min_members: int = 2) -> NDArray[np.float64]:
-        """``1 - within / total`` of each member's group, float64 [J]: the share that the sub-group explains.
+    def estimable(self, *, min_parts: int = 2, min_members: int = 2) -> NDArray[np.bool_]:
+        """bool [K]: groups with a spread and ``min_parts`` sub-groups or more, none of fewer than ``min_members``."""
+        result: NDArray[np.bool_] = (self.parts >= min_parts) & (self.smallest >= min_members) & (self.total > 0)
+        return result
 
-        ``fallback`` where the group has no spread, fewer than ``min_parts`` sub-groups, or one of fewer than
-        ``min_members``, and for absent members (AdaStep, eq. 17).
-        """
-        usable = (self.parts >= min_parts) & (self.smallest >= min_members) & (self.total > 0)
-        ratio = np.divide(self.within, self.total, out=np.zeros(len(self.total)), where=usable)
-        share = np.where(usable, np.clip(1.0 - ratio, 0.0, 1.0), fallback)
-        return np.where(self.index >= 0, np.append(share, fallback)[self.index], fallback)
+    @property
+    def share(self) -> NDArray[np.float64]:
+        """``1 - within / total`` of each group, float64 [K]: what the sub-group explains; 0 without spread."""
+        ratio = np.divide(self.within, self.total, out=np.ones(len(self.total)), where=self.total > 0)
+        return np.clip(1.0 - ratio, 0.0, 1.0)
+
+    def of_member(self, values: NDArray[Any], absent: Any) -> NDArray[Any]:
+        """A value of each group [K], as that of each member [J]; ``absent`` for those who are."""
+        return np.append(values, absent)[self.index]  # index -1 is what was appended
+
+    def explained(self, fallback: float, *, min_parts: int = 2, min_members: int = 2) -> NDArray[np.float64]:
+        """``share`` of each member's group, float64 [J]; ``fallback`` where it is not ``estimable``, and for absent
+        members (AdaStep, eq. 17)."""
+        usable = self.estimable(min_parts=min_parts, min_members=min_members)
+        return self.of_member(np.where(usable, self.share, fallback), fallback)
 
 
 def variance_shares(

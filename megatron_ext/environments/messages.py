@@ -37,12 +37,17 @@ class EnvReply:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A scripted episode: first observation, then (action, observation it led to), and whether it solved the task."""
+    """A scripted episode: first observation, then (action, observation it led to), and whether it solved the task.
+
+    ``summaries``: what the script would write if its dialogue were compressed before the step, one a step; empty when
+    the environment is no ``Summarizer``.
+    """
 
     task: Task
     first: Observation
     steps: tuple[tuple[Action, Observation], ...]
     success: bool
+    summaries: tuple[str, ...] = ()
 
 
 # -- driver to worker: every request but Release is answered by exactly one Reply, in order -------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,6 +36,13 @@ class ToolCall:
 Action = str | ToolCall
 
 
+def canonical_action(action: str | ToolCall) -> str:
+    """Text under which equal actions are equal."""
+    if isinstance(action, ToolCall):
+        return f"{action.name}({', '.join(f'{k}={action.arguments[k]!r}' for k in sorted(action.arguments))})"
+    return " ".join(action.split())
+
+
 @dataclass(frozen=True)
 class ToolSpec:
     """A tool as the harness shows it: JSON-schema ``parameters``."""
@@ -42,6 +50,14 @@ class ToolSpec:
     name: str
     description: str
     parameters: Mapping[str, Any]
+
+
+class SessionChange(IntEnum):
+    """What an observation does to the dialogue that the agent is in."""
+
+    STAY = 0
+    OPEN = 1
+    CLOSE = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,12 @@ class Observation:
         score: task progress, 0..1.
         valid: whether the action was one that the environment understands (malformed actions are counted).
         info: JSON values for reward functions and logs; never shown to the agent.
+        session: ``OPEN``: a sub-agent begins, and ``text`` is what it is told; ``CLOSE``: the sub-agent ends, and
+            ``text`` is what its parent gets to see. ``STAY`` on ``reset``.
+        labels: name -> value of the action that led here (such as the operation it was), kept in the record's
+            ``turn_labels``; the names and values are those that the environment declares (``Labelling``).
+        action: name of the action that led here, where its words have several forms: actions of one name in one state
+            lead to one state, and credit that compares actions takes them as the same. "": the action's own words.
     """
 
     text: str
@@ -65,6 +87,9 @@ class Observation:
     score: float = 0.0
     valid: bool = True
     info: Mapping[str, Any] = field(default_factory=dict)
+    session: SessionChange = SessionChange.STAY
+    labels: Mapping[str, int] = field(default_factory=dict)
+    action: str = ""
 
 
 @runtime_checkable
@@ -103,6 +128,36 @@ class Demonstrator(Protocol):
 
     def corpus(self, split: str, count: int) -> Iterator[str]:
         """Texts of the split (observations and actions) to learn a tokenizer from."""
+
+
+@runtime_checkable
+class Labelling(Protocol):
+    """An environment whose observations carry labels."""
+
+    def label_words(self) -> Mapping[str, Sequence[str]]:
+        """Name of each label -> what its values 0, 1, ... mean."""
+
+
+@runtime_checkable
+class Summarizer(Protocol):
+    """A demonstrator that can also say what it would keep if its dialogue were compressed now, so that a warm start
+    holds compressions."""
+
+    def expert_summary(self) -> str:
+        """What the script would write down in the current state to go on from it alone; not empty."""
+
+
+def check_labels(environment: Environment, observation: Observation) -> Observation:
+    """The observation; raises ``ValueError`` when it carries a label that the environment does not declare."""
+    if not observation.labels:
+        return observation
+    words = environment.label_words() if isinstance(environment, Labelling) else {}
+    for name, value in observation.labels.items():
+        if not 0 <= value < len(words.get(name, ())):
+            raise ValueError(
+                f"label {name!r} = {value} is not declared by label_words() of {type(environment).__name__}"
+            )
+    return observation
 
 
 def stable_hash(*parts: str) -> str:

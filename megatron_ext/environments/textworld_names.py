@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from megatron_ext.environments.name_pairs import split_pairs
 from megatron_ext.environments.protocol import stable_hash
-from megatron_ext.environments.splits import SPLITS, check_split
 
 _ADJECTIVE_LIST = """
 amber blue bright broken clean cold copper crooked dark dusty faded green heavy huge new old painted purple red round
@@ -111,17 +111,7 @@ class NamePairs:
     def split(self, split: str) -> tuple[str, ...]:
         """The pairs of one split, in a fixed order."""
         adjectives, nouns = ADJECTIVES[: self.words], NOUNS[: self.words]
-        # A diagonal holds every word once; taking whole diagonals first keeps every word in training by construction.
-        diagonals = list(range(self.words))
-        rng = Random(self.seed)
-        rng.shuffle(diagonals)
-        first = [f"{adjectives[i]} {nouns[(i + diagonals[0]) % self.words]}" for i in range(self.words)]
-        rest = [f"{adjectives[i]} {nouns[(i + d) % self.words]}" for d in diagonals[1:] for i in range(self.words)]
-        rng.shuffle(rest)
-        pairs = first + rest
-        ends = [0, int(len(pairs) * self.train), int(len(pairs) * (self.train + self.dev)), len(pairs)]
-        at = SPLITS.index(check_split(split))
-        return tuple(pairs[ends[at] : ends[at + 1]])
+        return split_pairs(adjectives, nouns, self.seed, self.train, self.dev, split)
 
 
 class Renaming:

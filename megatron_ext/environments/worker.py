@@ -33,7 +33,15 @@ from megatron_ext.environments.messages import (
     Setup,
     Step,
 )
-from megatron_ext.environments.protocol import Action, Demonstrator, Environment, Observation, stable_hash
+from megatron_ext.environments.protocol import (
+    Action,
+    Demonstrator,
+    Environment,
+    Observation,
+    Summarizer,
+    check_labels,
+    stable_hash,
+)
 from megatron_ext.trajectory.task import Task
 
 if TYPE_CHECKING:
@@ -107,7 +115,7 @@ class Worker:
                 if request.episode_id in self._broken:
                     raise _Broken(self._broken[request.episode_id])
                 environment = self._episodes[request.episode_id][1]
-                observation = environment.step(request.action)
+                observation = check_labels(environment, environment.step(request.action))
             else:
                 self._release(request.episode_id)
                 environment = self._acquire(request.environment)
@@ -166,13 +174,16 @@ class Worker:
         rng = Random(int(stable_hash("demonstration", str(seed), task.task_id, str(copy))[:15], 16))
         first = environment.reset(task.seed, split=task.split, data=task.data)
         steps: list[tuple[Action, Observation]] = []
+        summaries: list[str] = []
         last = first
         while not last.done and len(steps) < max_turns:
             self._tick()
+            if isinstance(environment, Summarizer):
+                summaries.append(environment.expert_summary())
             action = environment.expert_action(rng, mistake_rate)
-            last = environment.step(action)
+            last = check_labels(environment, environment.step(action))
             steps.append((action, last))
-        return Demonstration(task, first, tuple(steps), last.success)
+        return Demonstration(task, first, tuple(steps), last.success, tuple(summaries))
 
     # -- instances -------------------------------------------------------------------------------------------------
     def _acquire(self, name: str) -> Environment:

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_ext.environments.protocol import Action, Observation, ToolSpec
-from megatron_ext.trajectory.record import Role
+from megatron_ext.trajectory.record import Role, SessionKind
 from megatron_ext.trajectory.task import Task
+
+if TYPE_CHECKING:
+    from megatron_ext.harness.answers import AnswerCall
+    from megatron_ext.harness.fields import Run
 
 
 class HarnessError(ValueError):
@@ -42,8 +46,23 @@ class Harness(Protocol):
     def harness_id(self) -> str:
         """Recorded with every trajectory."""
 
-    def opening(self, task: Task, first: Observation, tools: Sequence[ToolSpec]) -> Sequence[Message]:
-        """Messages before the first model turn (system prompt, tool schema, first observation)."""
+    @property
+    def context_budget(self) -> int | None:
+        """Tokens of a prompt beyond which the dialogue is compressed before the next call; None: never."""
+
+    @property
+    def summary_tokens(self) -> int | None:
+        """Longest summary; None: as long as a turn may be."""
+
+    def opening(
+        self,
+        task: Task,
+        first: Observation,
+        tools: Sequence[ToolSpec],
+        kind: SessionKind = SessionKind.NORMAL,
+    ) -> Sequence[Message]:
+        """Messages before the first model turn (system prompt, tool schema, first observation). ``SUBAGENT``: of a
+        sub-agent, whose own prompt the observation is."""
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> Parsed:
         """The action in one model turn (decoded text without the stop token); ``tools`` as in ``opening``."""
@@ -57,3 +76,19 @@ class Harness(Protocol):
 
     def malformed(self, error: str) -> Sequence[Message]:
         """Messages that follow text which is no action."""
+
+    def fields(self, text: str) -> Sequence[Run]:
+        """Where thinking, tool use and text begin in one model turn; the first run begins at 0."""
+
+    def compress(self) -> Sequence[Message]:
+        """Messages that ask the model for a summary of the dialogue so far."""
+
+    def read_summary(self, text: str) -> str:
+        """The summary in the model's answer, a substring of it; empty when there is none. Never raises."""
+
+    def resume(self) -> Sequence[Message]:
+        """Messages that follow the summary in the new session."""
+
+    def answer_call(self, task: Task, tools: Sequence[ToolSpec]) -> AnswerCall | None:
+        """The turn that would give the task's gold answer, for scoring; None when the harness prepares none. Raises
+        ``HarnessError`` when it was told to and cannot."""

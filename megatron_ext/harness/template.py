@@ -22,6 +22,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from megatron_ext.harness.pieces import pieces
 from megatron_ext.harness.protocol import Message
 from megatron_ext.trajectory.record import Role
 
@@ -228,6 +229,23 @@ class ChatCodec:
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each of these ids; joined they are the text of all."""
+        return pieces(self._tokenizer, ids)
+
+    def cut_turn(self, text: str, start: int, end: int) -> tuple[list[int], list[int]]:
+        """Ids of a turn's text before ``text[start]``, and of ``text[start:end]``, as one tokenisation of all of it
+        gives them: a token that lies across the start belongs to the second part."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        before: list[int] = []
+        inside: list[int] = []
+        for token, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
+            if last <= start:
+                before.append(token)
+            elif first < end:
+                inside.append(token)
+        return before, inside
 
     def _encode(self, text: str) -> tuple[int, ...]:
         if not text.isascii():  # half of a surrogate pair, which Python strings can hold, becomes "?"

@@ -6,19 +6,24 @@ OPEN = "<think>"
 CLOSE = "</think>"
 
 
-def after_thinking(text: str) -> str | None:
-    """``text`` without its leading ``<think>...</think>`` blocks, stripped; None when a block is never closed.
+def thinking_end(text: str) -> int | None:
+    """Where the leading ``<think>...</think>`` blocks of ``text`` end, in characters (0: there are none); None when a
+    block is never closed.
 
     A template may open the block in its generation prompt, so that the turn begins inside it: a ``</think>`` that no
     ``<think>`` precedes ends such a block.
     """
-    rest = text.strip()
-    opened, closed = rest.find(OPEN), rest.find(CLOSE)
-    if closed >= 0 and not 0 <= opened < closed:
-        rest = rest[closed + len(CLOSE) :].strip()
-    while rest.startswith(OPEN):
-        end = rest.find(CLOSE)
-        if end < 0:
+    opened, closed = text.find(OPEN), text.find(CLOSE)
+    end = closed + len(CLOSE) if closed >= 0 and not 0 <= opened < closed else 0
+    while text[end:].lstrip().startswith(OPEN):
+        closed = text.find(CLOSE, end)
+        if closed < 0:
             return None
-        rest = rest[end + len(CLOSE) :].strip()
-    return rest
+        end = closed + len(CLOSE)
+    return end
+
+
+def after_thinking(text: str) -> str | None:
+    """``text`` without its leading thinking, stripped; None when that is never closed."""
+    end = thinking_end(text)
+    return None if end is None else text[end:].strip()

@@ -4,7 +4,7 @@
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-Invariants: those of ``harness/protocol.py``; and
+Invariants: those of ``harness/protocol.py`` and ``harness/compression.py``; and
 1. a ``ToolCall`` that ``parse`` returns names one of ``tools`` and its arguments fit that tool's schema;
 2. a call inside the model's thinking is never made.
 """
@@ -12,15 +12,18 @@ Invariants: those of ``harness/protocol.py``; and
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_ext.environments.protocol import Action, Observation, ToolCall, ToolSpec
+from megatron_ext.harness.answers import AnswerCall
+from megatron_ext.harness.compression import Compressing
+from megatron_ext.harness.fields import Run, thinking_and_text
 from megatron_ext.harness.protocol import HarnessError, Message, Parsed
 from megatron_ext.harness.schema import check_schema, first_problem, hint
 from megatron_ext.harness.thinking import after_thinking
-from megatron_ext.trajectory.record import Role
+from megatron_ext.trajectory.record import Field, Role, SessionKind
 from megatron_ext.trajectory.task import Task
 
 CALL_OPEN = "<tool_call>"
@@ -29,22 +32,35 @@ SYNTAX = f'{CALL_OPEN}{{"name": NAME, "arguments": {{...}}}}{CALL_CLOSE}'
 
 
 @dataclass(frozen=True)
-class ToolHarness:
+class ToolHarness(Compressing):
     """Observations are tool messages; the action is the one tool call of the model's turn.
 
     Attributes:
         system: system prompt, before the tool schemas.
         show_schema: put the tools' schemas and the syntax into the system message; off for models taught on them.
+        subagent_system: system prompt of a sub-agent; None: the same.
+        answer_tool: tool that gives the final answer. When set, the gold answer ``task.data["answer"]`` is prepared for
+            scoring (``harness/answers.py``).
+        answer_argument: the argument that holds it; None: the only one that the tool requires.
     """
 
     system: str = ""
     show_schema: bool = True
+    subagent_system: str | None = None
+    answer_tool: str | None = None
+    answer_argument: str | None = None
 
     @property
     def harness_id(self) -> str:
         return "tools"
 
-    def opening(self, task: Task, first: Observation, tools: Sequence[ToolSpec]) -> Sequence[Message]:
+    def opening(
+        self,
+        task: Task,
+        first: Observation,
+        tools: Sequence[ToolSpec],
+        kind: SessionKind = SessionKind.NORMAL,
+    ) -> Sequence[Message]:
         """Raises ``HarnessError`` when the environment offers no tools, two of one name, or a schema that is none."""
         if not tools:
             raise HarnessError(f"task {task.task_id!r}: environment {task.environment!r} has no tools; use TextHarness")
@@ -56,7 +72,9 @@ class ToolHarness:
                 check_schema(tool.parameters, f"environment {task.environment!r}, tool {tool.name!r}")
             except ValueError as error:
                 raise HarnessError(str(error)) from error
-        parts = [self.system] if self.system else []
+        own = kind is SessionKind.SUBAGENT and self.subagent_system is not None
+        prompt = (self.subagent_system or "") if own else self.system
+        parts = [prompt] if prompt else []
         if self.show_schema:
             parts.append(_describe(tools))
         system = (Message(Role.SYSTEM, "\n\n".join(parts)),) if parts else ()
@@ -92,6 +110,45 @@ class ToolHarness:
 
     def malformed(self, error: str) -> Sequence[Message]:
         return (Message(Role.TOOL, f"Error: {error}"),)
+
+    def fields(self, text: str) -> Sequence[Run]:
+        runs = thinking_and_text(text)
+        said = runs[-1][0] if runs[-1][1] is Field.TEXT else len(text)
+        begin = text.find(CALL_OPEN, said)
+        if begin < 0:
+            return runs
+        close = text.find(CALL_CLOSE, begin)
+        after = [] if close < 0 else [(close + len(CALL_CLOSE), Field.TEXT)]
+        before = [run for run in runs if run[0] < begin]
+        return [*before, (begin, Field.TOOL_USE), *after]
+
+    def answer_call(self, task: Task, tools: Sequence[ToolSpec]) -> AnswerCall | None:
+        """Raises ``HarnessError`` when the environment lacks the tool, or the gold answer does not fit its schema."""
+        if self.answer_tool is None:
+            return None
+        where = f"environment {task.environment!r}, harness.answer_tool {self.answer_tool!r}"
+        tool = next((one for one in tools if one.name == self.answer_tool), None)
+        if tool is None:
+            raise HarnessError(f"{where}: no such tool{hint(self.answer_tool, [one.name for one in tools])}")
+        properties: Mapping[str, Any] = tool.parameters.get("properties", {})
+        required = list(tool.parameters.get("required", ()))
+        name = self.answer_argument or (required[0] if len(required) == 1 else "")
+        if name not in properties:
+            raise HarnessError(
+                f"{where}: name the argument of the answer in harness.answer_argument{hint(name, list(properties))}"
+            )
+        gold = task.data.get("answer")
+        if gold is None:
+            return AnswerCall()
+        problem = first_problem(gold, properties[name], f"task {task.task_id!r}: its gold answer")
+        if problem:
+            raise HarnessError(f"{where}: {problem}")
+        value = json.dumps(gold, ensure_ascii=False)
+        text = self.render(ToolCall(tool.name, {name: gold}))
+        # The value is the last thing in the call; the quotes of a string are not the answer's.
+        start = text.rindex(value)
+        quote = isinstance(gold, str)
+        return AnswerCall(text, start + quote, start + len(value) - quote)
 
 
 def _describe(tools: Sequence[ToolSpec]) -> str:

@@ -6,7 +6,8 @@ Invariants (``tests/losses/test_aggregation.py`` asserts each):
 
 1. Over a batch with anything to train the weights sum to 1; over one with nothing they are all 0.
 2. Mask 0, token weight 0 or an untrainable trajectory give exactly 0, and such units are not counted.
-3. Cutting a session into segments or sessions changes nothing, except in ``row_mean``, which says so.
+3. Cutting a session into segments or sessions changes nothing, except in ``row_mean`` and, for sessions,
+   ``session_mean``: a token of a trajectory of many pieces weighs more there, whatever its trajectory (MOSAIC's trap).
 4. Weights of parts of a batch (whole groups), given the sum of their ``StepCounts``, are those of the whole batch.
 5. With ``nodes``, the copies of a shared turn weigh together what one of them would, however many trajectories hold it.
 """
@@ -25,12 +26,15 @@ from megatron_ext.credit.spans import count_spans, reduce_spans, spread_spans
 from megatron_ext.credit.turns import model_turns
 from megatron_ext.trajectory.record import TrajectoryBatch
 
-_LEVELS = MappingProxyType({"row": Level.SEGMENT, "trajectory": Level.TRAJECTORY, "prompt": Level.GROUP})
+_LEVELS = MappingProxyType(
+    {"row": Level.SEGMENT, "session": Level.SESSION, "trajectory": Level.TRAJECTORY, "prompt": Level.GROUP}
+)
 # Means within means, outermost first: the mean over prompts of the mean over turns of the mean over tokens, ...
 UNITS = MappingProxyType(
     {
         "token_mean": (),
         "row_mean": ("row",),
+        "session_mean": ("session",),
         "turn_mean": ("turn",),
         "trajectory_mean": ("trajectory",),
         "prompt_mean": ("prompt",),
@@ -39,6 +43,9 @@ UNITS = MappingProxyType(
     }
 )
 MODES = tuple(UNITS)
+COUNTED = MappingProxyType(
+    {"prompt": "tasks", "trajectory": "trajectories", "session": "sessions", "turn": "turns", "row": "rows"}
+)
 NORMALIZERS = ("tasks", "trajectories", "turns", "rows")
 
 
@@ -47,7 +54,8 @@ class StepCounts:
     """What a step trains on, each thing by its own name; adds over ranks, which hold whole groups.
 
     ``tasks``: groups, one a prompt; ``trajectories``; ``turns``: model turns, a shared one counted once when nodes are
-    given; ``rows``: segments; ``tokens``: of those, all that have something (a token of weight above 0) to train;
+    given; ``rows``: segments; ``sessions``; ``tokens``: of those, all that have something (a token of weight above 0)
+    to train;
     ``weight``: the sum of the token weights, which is ``tokens`` where none is set.
     """
 
@@ -55,6 +63,7 @@ class StepCounts:
     trajectories: int
     turns: int
     rows: int
+    sessions: int
     tokens: int
     weight: float
 
@@ -90,6 +99,7 @@ def _units(batch: TrajectoryBatch, kind: str, count: NDArray[np.float64], nodes:
     group = batch.trajectory_group()
     prompt = {
         "row": lambda: group[batch.segment_trajectory()],
+        "session": lambda: group[batch.session_trajectory()],
         "trajectory": lambda: group,
         "prompt": lambda: np.arange(batch.num_groups),
     }[kind]()
@@ -163,6 +173,7 @@ def _step_counts(batch: TrajectoryBatch, count: NDArray[np.float64], nodes: NDAr
         trajectories=int(np.count_nonzero(trajectory)),
         turns=int(np.count_nonzero(_units(batch, "turn", count, nodes).filled)),
         rows=int(np.count_nonzero(rows.filled)),
+        sessions=len(np.unique(batch.segment_session()[rows.filled])),
         tokens=int(np.count_nonzero(count)),
         weight=float(rows.sums.sum()),
     )
@@ -180,10 +191,10 @@ def weights(
 
     Args:
         batch: this rank's part, whole groups.
-        mode: ``token_mean`` w_t / sum w; ``row_mean`` (segments: sequence mean of token mean), ``turn_mean``,
-            ``trajectory_mean`` and ``prompt_mean`` (specs, section 5) w_t / (units x sum of w over the token's unit);
-            ``prompt_turn_mean`` and ``prompt_trajectory_mean`` w_t / (prompts x units of the prompt x sum over the
-            unit).
+        mode: ``token_mean`` w_t / sum w; ``row_mean`` (segments: sequence mean of token mean), ``session_mean``,
+            ``turn_mean``, ``trajectory_mean`` and ``prompt_mean`` (specs, section 5) w_t / (units x sum of w over the
+            token's unit); ``prompt_turn_mean`` and ``prompt_trajectory_mean`` w_t / (prompts x units of the prompt x
+            sum over the unit).
         step: counts of the step, with the same ``nodes``.
         nodes: int [N], see ``share_nodes``: a node's copies share its weight. None: each trajectory's copy counts.
         normalizer: counts these instead of the mode's own outermost units (Agent Lightning's published Z counts rows,
@@ -214,8 +225,8 @@ def _weights(
     *outer, inner = UNITS[mode]
     units = _units(batch, inner, count, nodes)
     filled = units.filled
-    by_name = {"prompt": step.tasks, "trajectory": step.trajectories, "turn": step.turns, "row": step.rows}
-    total = by_name[(outer or [inner])[0]] if normalizer is None else int(getattr(step, normalizer))
+    outermost = COUNTED[(outer or [inner])[0]] if normalizer is None else normalizer
+    total = int(getattr(step, outermost))
     share = np.divide(1.0, units.sums, out=np.zeros(len(units.sums)), where=filled) / max(total, 1)
     if outer:
         siblings = np.bincount(units.prompt[filled], minlength=batch.num_groups)

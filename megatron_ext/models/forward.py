@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ def packed_logits(
     cu_seqlens: torch.Tensor,
     batch: PackedBatch | None = None,
     shared: SharedTokens | None = None,
+    run: object = None,
 ) -> torch.Tensor:
     """Logits [T, V / tp] of a packed micro-batch on the last pipeline stage, hidden states [T', 1, H] on earlier ones.
 
@@ -49,7 +50,8 @@ def packed_logits(
     context-parallel size, where a rank passes its zigzag share). Positions must restart at 0 with every sequence:
     that is what RoPE uses. ``batch = pack(cu_seqlens)`` may be passed to share its plan between forwards over the same
     micro-batch. ``chunk`` may be wrapped in DDP. With ``shared`` the ids, positions and logits are those of its U
-    distinct tokens, while ``cu_seqlens`` still covers all T places (local attention, no context parallelism).
+    distinct tokens, while ``cu_seqlens`` still covers all T places (local attention, no context parallelism). ``run``
+    names this forward at the layers (``moe.tap.MicroRun``).
     """
     model, tokens = unwrap(chunk), ids.numel()
     filler = _filler(tokens, model.config.tensor_model_parallel_size, model.config.context_parallel_size)
@@ -61,6 +63,8 @@ def packed_logits(
         batch = pack(torch.cat([cu_seqlens, end]), None if shared is None else shared.extended(filler))
     elif batch is None:
         batch = pack(cu_seqlens, shared)
+    if run is not None:
+        batch = replace(batch, run=run)
     out = chunk(ids.unsqueeze(0), position_ids.unsqueeze(0), None, packed_seq_params=batch)
     return out.squeeze(0)[:tokens] if model.post_process else out
 

@@ -113,13 +113,15 @@ class SharedTokens:
 @dataclass
 class PackedBatch(PackedSeqParams):
     """Megatron's packed-sequence parameters with the attention plan of the micro-batch: ``plan``, or ``shared`` where
-    the forward carries the distinct tokens only. ``block_mask`` is kept by ``models.flex_attention``."""
+    the forward carries the distinct tokens only. ``block_mask`` is kept by ``models.flex_attention``; ``run`` names the
+    forward for who listens at the layers (``moe.tap.MicroRun``), recomputed ones included."""
 
     plan: AttentionPlan | None = None
     shared: SharedTokens | None = None
     lengths: tuple[int, ...] = ()
     rotary: dict[tuple[float, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     block_mask: object = None
+    run: object = None
 
 
 def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPlan:

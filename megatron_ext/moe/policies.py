@@ -1,7 +1,15 @@
 """Router policies: trained (the default) and frozen.
 
-Invariants (``tests/moe/test_policies.py``): a policy of RL leaves no auxiliary or z loss on; a frozen router's weights
-and expert biases are the same bits after any number of steps.
+Both leave nothing on that moves a router behind the policy loss: no auxiliary or z loss unless the configuration asks
+for it (Megatron-LM 5694: one that was silently on made the gradient norm 3.4 times as large), and no update of expert
+biases, which Megatron makes without a gradient after every step.
+
+Invariants (``tests/moe/test_policies.py``, over layouts ``tests/integration/test_routing_frozen.py``):
+
+1. A policy of RL leaves no auxiliary or z loss on, and ``check`` asserts it after every step.
+2. A frozen router's weights and expert biases are the same bits after any number of steps, in every layout, with the
+   distributed optimizer, weight decay and fp32 masters; one that moves anyway is an error at that step.
+3. A frozen router's experts, and everything else, still learn.
 """
 
 from __future__ import annotations
@@ -11,8 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-_NO_AUXILIARY_LOSS: dict[str, Any] = {"moe_z_loss_coeff": None}
 
 
 def router_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -25,18 +31,55 @@ def router_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
                 yield f"{number}:{name}", tensor
 
 
+def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Names and modules of every router."""
+    for number, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            if name.endswith(".router"):
+                yield f"{number}:{name}", module
+
+
+def check_auxiliary_losses(chunks: Sequence[torch.nn.Module], coefficient: float | None = None) -> None:
+    """Raises ``RuntimeError`` where a router has a z loss, or an auxiliary loss other than one of ``coefficient``
+    (0: none at all; None: whatever the configuration says, as long as type and coefficient agree)."""
+    for name, router in routers(chunks):
+        config = router.config
+        found = config.moe_aux_loss_coeff
+        if config.moe_z_loss_coeff is not None:
+            raise RuntimeError(f"{name}: a z loss is on (moe_z_loss_coeff={config.moe_z_loss_coeff}); RL has none")
+        on = router.is_aux_loss_enabled()
+        wanted = found if coefficient is None else coefficient
+        if found != wanted or on != (found != 0.0):
+            raise RuntimeError(
+                f"{name}: auxiliary loss {config.moe_router_load_balancing_type} with coefficient {found}, expected "
+                f"{'none' if wanted == 0 else f'aux_loss with {wanted}'}"
+            )
+
+
 @dataclass(frozen=True)
 class TrainedRouter:
-    """Routers learn from the policy loss alone."""
+    """Routers learn from the policy loss (and from the load-balancing loss of ``model.aux_loss_coefficient``).
+
+    ``bias_update_rate``: how far an expert bias moves after a step towards an even load, where the model has them
+    (arXiv 2408.15664); 0 keeps them, which is what RL does unless told otherwise.
+    """
+
+    bias_update_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bias_update_rate < float("inf"):
+            raise ValueError(f"bias_update_rate={self.bias_update_rate}: must be finite and at least 0")
 
     def config_overrides(self) -> dict[str, Any]:
-        return dict(_NO_AUXILIARY_LOSS)
+        return {"moe_z_loss_coeff": None, "moe_router_bias_update_rate": self.bias_update_rate}
 
     def apply(self, chunks: Sequence[torch.nn.Module]) -> None:
-        return None
+        for _, router in routers(chunks):
+            router.frozen_expert_bias = self.bias_update_rate == 0
+        self.check(chunks)
 
     def check(self, chunks: Sequence[torch.nn.Module]) -> None:
-        return None
+        check_auxiliary_losses(chunks)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -47,29 +90,40 @@ class TrainedRouter:
 
 @dataclass
 class FrozenRouter:
-    """Routers do not learn: no gradient, no expert-bias update; ``check`` compares every bit after each step."""
+    """Routers do not learn: no gradient, no optimizer state, no expert-bias update, no auxiliary loss.
 
-    _before: dict[str, torch.Tensor] = field(default_factory=dict)
+    ``in_warm_start``: freeze them in the supervised warm start too (by default it trains them, and RL freezes what it
+    left).
+    """
+
+    in_warm_start: bool = False
+    _before: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def config_overrides(self) -> dict[str, Any]:
-        return {**_NO_AUXILIARY_LOSS, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
+        return {
+            "moe_z_loss_coeff": None,
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_bias_update_rate": 0.0,
+        }
 
     def apply(self, chunks: Sequence[torch.nn.Module]) -> None:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 if ".router." in name:
                     parameter.requires_grad_(False)
-            for name, module in chunk.named_modules():
-                if name.endswith(".router"):
-                    module.frozen_expert_bias = True
+        for _, router in routers(chunks):
+            router.frozen_expert_bias = True
+        check_auxiliary_losses(chunks, 0.0)
 
     def check(self, chunks: Sequence[torch.nn.Module]) -> None:
+        check_auxiliary_losses(chunks, 0.0)
         now = dict(router_parameters(chunks))
         if not self._before:
             self._before = {name: tensor.detach().clone() for name, tensor in now.items()}
             return
         for name, tensor in now.items():
-            if not torch.equal(tensor, self._before[name]):
+            if not torch.equal(_bits(tensor), _bits(self._before[name])):
                 raise RuntimeError(f"router policy frozen: {name} changed in an optimizer step")
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,3 +131,8 @@ class FrozenRouter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._before = {}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers: values would take -0.0 for 0.0, and NaN for another NaN."""
+    return tensor.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ext.config.instantiate import ordered
 from megatron_ext.report import compare
-from megatron_ext.report.charts import LAYERS, ONCE, PARTS, PHASES, SECTIONS, Section, Spec, hint, members, others
+from megatron_ext.report.charts import ONCE, PARTS, PHASES, SECTIONS, Section, Spec, hint, members, others
+from megatron_ext.report.experts import ExpertMap, expert_map
 from megatron_ext.report.plot import POINTS, Line, Plot, heat_plot, line_plot, number, stack_plot
 from megatron_ext.report.run_data import RunData
 from megatron_ext.report.samples import Limits, Step, show_step, spread
@@ -62,6 +64,7 @@ class RunPage:
     command: str
     samples: tuple[Step, ...]
     samples_note: str
+    experts: ExpertMap | None
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ def _run_page(run: RunData, recipes: Path | None, limits: Limits) -> RunPage:
         command=shlex.join(provenance.get("command", [])),
         samples=tuple(show_step(read_step(run.path, step), tokenizer, limits) for step in kept),
         samples_note=_samples_note(run),
+        experts=None if run.routing is None else expert_map(run.routing),
     )
 
 
@@ -205,7 +209,8 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
         ("Loss", ", ".join(f"{n} ({_class_of(term, '')})" for n, term in config.loss.terms.items() if term)),
     ]
     if config.credit.edits:
-        facts.append(("Credit edits", ", ".join(config.credit.edits)))
+        in_order = " → ".join(name for name, _ in ordered(config.credit.edits, "credit.edits"))
+        facts.append(("Credit edits", in_order))
     if config.control.permute_rewards:
         facts.append(("Control", "rewards permuted over the step: what it gains is not learned from them"))
     if warm := run.warm_start:
@@ -285,8 +290,9 @@ def _named(run: RunData, spec: Spec) -> list[tuple[str, str]]:
 
 
 def _short(name: str, metric: str) -> str:
-    """The part of a name that its family leaves open; the whole name of one that is no family."""
-    return next((part for part, hole in zip(name.split("/"), metric.split("/"), strict=True) if "<" in hole), name)
+    """The parts of a name that its family leaves open; the whole name of one that is no family."""
+    left_open = [part for part, hole in zip(name.split("/"), metric.split("/"), strict=True) if "<" in hole]
+    return " ".join(left_open) or name
 
 
 def _chart(run: RunData, spec: Spec) -> Plot | None:
@@ -305,8 +311,8 @@ def _chart(run: RunData, spec: Spec) -> Plot | None:
     if PHASES in spec.metrics:
         lines.sort(key=lambda line: -float(line.curve.mid.sum()))
         return stack_plot(spec.title, lines, note=note, resumes=run.resumes)
-    if LAYERS in spec.metrics and len(lines) > 1:
-        return heat_plot(spec.title, lines, note="variation of the tokens per expert, a row a layer")
+    if spec.rows and len(lines) > 1:
+        return heat_plot(spec.title, lines, note=f"{spec.rows}, a row a layer")
     return line_plot(spec.title, lines, note=note, log=spec.log, share=spec.share, resumes=run.resumes)
 
 
@@ -325,7 +331,7 @@ def _compared(groups: Sequence[compare.Group]) -> list[ChartSection]:
     for section in (*SECTIONS, rest):
         plots = []
         for spec in section.charts:
-            if LAYERS in spec.metrics:
+            if spec.rows:
                 continue
             if PHASES in spec.metrics:
                 plots.append(_overlay(groups, STEP_TIME, "Time of a step", spec))

@@ -17,13 +17,15 @@ from megatron_ext.tracking.names import lookup
 class Spec:
     """A chart. ``metrics`` are names, or families with ``<...>`` for whatever a run has of them, each with its label in
     the legend; ``intervals`` names the (low, high) metrics around one of them. ``log`` allows a logarithmic axis where
-    the values span decades; ``share`` fixes the axis to 0 to 1."""
+    the values span decades; ``share`` fixes the axis to 0 to 1; ``rows`` says what a family over layers shows, which is
+    drawn as a heat map with a row a layer."""
 
     title: str
     metrics: Mapping[str, str]
     log: bool = False
     share: bool = False
     intervals: Mapping[str, tuple[str, str]] | None = None
+    rows: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,6 @@ PARTS = "reward/part/<part>"
 PHASES = "time/<phase>"
 ONCE = ("time/start", "time/warm_start")
 NO_PHASE = ("time/step", *ONCE)
-LAYERS = "moe/layer/<layer>/load_cv"
 
 SECTIONS: tuple[Section, ...] = (
     Section(
@@ -54,6 +55,7 @@ SECTIONS: tuple[Section, ...] = (
                 },
             ),
             Spec("Parts of the reward", {PARTS: ""}),
+            Spec("Labels of judged turns", {"judge/label/<name>/<label>": ""}, share=True),
         ),
     ),
     Section(
@@ -98,8 +100,43 @@ SECTIONS: tuple[Section, ...] = (
             Spec(
                 "Imbalance of the load", {"moe/load_cv": "coefficient of variation", "moe/load_peak": "busiest expert"}
             ),
-            Spec("Imbalance of each layer", {LAYERS: ""}),
             Spec("Cold experts", {"moe/cold_fraction": "less than a tenth of the mean"}),
+            Spec("Evenness of the load", {"moe/load_entropy": "entropy over its maximum"}),
+            *(
+                Spec(title, {f"moe/layer/<layer>/{name}": ""}, rows=note)
+                for title, name, note in (
+                    ("Imbalance of each layer", "load_cv", "variation of the tokens per expert"),
+                    ("Busiest expert of each layer", "load_peak", "over the mean"),
+                    ("Cold experts of each layer", "cold_fraction", "share below a tenth of the mean"),
+                    ("Evenness of each layer", "load_entropy", "entropy over its maximum"),
+                )
+            ),
+        ),
+    ),
+    Section(
+        "Structure of the routing",
+        (
+            Spec("Experts from token to token", {"moe/token_jaccard": "Jaccard index of neighbours"}),
+            Spec(
+                "Experts and operations",
+                {
+                    "moe/op_mi": "mutual information, chosen experts",
+                    "moe/turn_mi": "router probabilities",
+                    "moe/turn_mi_after": "after the update",
+                },
+            ),
+            Spec("Training and rollout", {"moe/disagreement": "tokens routed otherwise, mean over layers"}),
+            Spec("Entropy gate", {"moe/gate": "open", "moe/gate_entropy": "entropy (nats)"}),
+            Spec("Token loss", {"moe/token_loss": "mean over pairs", "moe/pulled_fraction": "pairs that are pulled"}),
+            Spec("Missed by the linearisation", {"moe/mi_linear_error": "mutual information (nats)"}),
+            *(
+                Spec(title, {f"moe/layer/<layer>/{name}": ""}, rows=note)
+                for title, name, note in (
+                    ("Token to token in each layer", "token_jaccard", "Jaccard index"),
+                    ("Operations in each layer", "op_mi", "mutual information in nats"),
+                    ("Training and rollout in each layer", "disagreement", "share of tokens"),
+                )
+            ),
         ),
     ),
     Section(

@@ -158,13 +158,13 @@ class Difference:
     why: str
 
 
-def _share(values: Sequence[float], alone: Interval | None) -> Figure | None:
-    """``_figure`` of shares: the interval ends where they do."""
-    found = _figure(values, alone)
+def share(values: Sequence[float], alone: Interval | None) -> Figure | None:
+    """``figure`` of shares: the interval ends where they do."""
+    found = figure(values, alone)
     return found and replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
 
 
-def _figure(values: Sequence[float], alone: Interval | None) -> Figure | None:
+def figure(values: Sequence[float], alone: Interval | None) -> Figure | None:
     """Over seeds where there are several; ``alone`` is the interval over tasks of a single run."""
     if not values:
         return None
@@ -202,12 +202,12 @@ def rows(groups: Sequence[Group]) -> list[Row]:
                 colour=number,
                 seeds=group.seeds,
                 steps=str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}",
-                before=_share(
+                before=share(
                     [float(r.greedy.mean()) for r in before], before[0].greedy_interval() if before else None
                 ),
-                after=_share([float(r.greedy.mean()) for r in after], after[0].greedy_interval() if after else None),
-                gain=_figure([gain.mean for gain in gains], gains[0] if gains else None),
-                reward=_figure(rewards, None),
+                after=share([float(r.greedy.mean()) for r in after], after[0].greedy_interval() if after else None),
+                gain=figure([gain.mean for gain in gains], gains[0] if gains else None),
+                reward=figure(rewards, None),
                 minutes=mean(minutes) if minutes else None,
             )
         )

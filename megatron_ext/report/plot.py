@@ -338,34 +338,38 @@ def stack_plot(title: str, lines: Sequence[Line], *, note: str = "", resumes: Se
     )
 
 
-def heat_plot(title: str, rows: Sequence[Line], *, note: str = "", columns: int = 80) -> Plot:
-    """A row a line, a column a stretch of steps, darker for larger; for many lines of one unit, such as layers."""
+def heat_plot(title: str, rows: Sequence[Line], *, note: str = "", columns: int = 80, cells: int = 1600) -> Plot:
+    """A row a line, a column a stretch of steps, darker for larger; for many lines of one unit, such as layers. Many
+    rows leave fewer columns than ``columns``, so that there are about ``cells`` at most."""
+    columns = max(1, min(columns, cells // max(len(rows), 1)))
     first, last = _span([row.curve for row in rows])
     x_axis = step_axis(first, last + 1)
     count = max(1, min(columns, int(last - first) + 1))
     edges = np.linspace(x_axis.low, x_axis.high, count + 1)
     top = max((float(row.curve.mid.max(initial=0.0)) for row in rows), default=0.0)
+    low = min((float(row.curve.mid.min(initial=top)) for row in rows), default=0.0)
+    low = low if low > 0.5 * top and low < top else 0.0  # what is never near 0 would be one colour
     height = (HEIGHT - BOTTOM - TOP) / max(len(rows), 1)
-    cells = []
+    drawn = []
     for index, row in enumerate(rows):
         at = np.clip(np.searchsorted(edges, row.curve.steps, side="right") - 1, 0, count - 1)
         sums, sizes = (np.bincount(at, weights=w, minlength=count) for w in (row.curve.mid, np.ones(len(at))))
         for column in np.flatnonzero(sizes):
             value = float(sums[column] / sizes[column])
             x, end = (float(x_axis.at(edges[c])) for c in (column, column + 1))
-            shade = min(9, int(10 * value / top)) if top > 0 else 0
+            shade = min(9, int(10 * (value - low) / (top - low))) if top > 0 else 0
             text = f"{row.label}, step {math.ceil(edges[column])}: {number(value)}"
-            cells.append(
+            drawn.append(
                 (round(x, 1), round(TOP + index * height, 1), round(end - x, 1), round(height, 1), shade, text)
             )
     every = max(1, math.ceil(len(rows) / 12))
     ticks = [Tick(TOP + (i + 0.5) * height, row.label) for i, row in enumerate(rows) if i % every == 0]
-    said = f"0 to {number(top)}" if rows else ""
+    said = f"{number(low)} to {number(top)}" if rows else ""
     return Plot(
         title=title,
         note=", ".join(n for n in (note, said) if n),
         lines=(),
         x_ticks=_x_ticks(x_axis),
         y_ticks=tuple(ticks),
-        cells=tuple(cells),
+        cells=tuple(drawn),
     )

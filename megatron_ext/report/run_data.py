@@ -26,6 +26,7 @@ from megatron_ext.report.series import Series
 from megatron_ext.tracking.jsonl import FILE_NAME, read_metrics
 from megatron_ext.training.evaluate import load_result
 from megatron_ext.training.evaluation import EvalResult, Interval, paired_interval
+from megatron_ext.training.routing_metrics import RoutingHistory, read_routing
 
 
 class ReportError(ValueError):
@@ -56,6 +57,7 @@ class RunData:
     series: Mapping[str, Series]
     steps: int
     resumes: tuple[Resume, ...]
+    routing: RoutingHistory | None = None
 
     @property
     def name(self) -> str:
@@ -102,6 +104,7 @@ def read_run(path: Path) -> RunData:
         series=_series(rows),
         steps=max((row["step"] for row in rows), default=0),
         resumes=_resumes(path / "journal.jsonl"),
+        routing=read_routing(path),
     )
 
 

@@ -56,6 +56,7 @@ class Turn:
     number: int
     session: str
     reward: float
+    labels: tuple[tuple[str, int], ...]
     tokens: tuple[Token, ...]
     before: int
     folded: int
@@ -64,14 +65,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """``parts`` are those of the reward; ``advantage`` the range over its trained tokens, None without one."""
+    """``parts`` are those of the reward, None where one has no value; ``advantage`` the range over its trained tokens, None without one."""
 
     name: str
     group: str
     task: str
     sample: int
     reward: float
-    parts: tuple[tuple[str, float], ...]
+    parts: tuple[tuple[str, float | None], ...]
     success: bool
     status: str
     harness: str
@@ -162,7 +163,8 @@ def shading(kept: KeptStep, trained: NDArray[np.bool_]) -> tuple[NDArray[np.int6
 @dataclass(frozen=True)
 class Part:
     """Tokens [start, end) of a trajectory that belong together: those of one ``turn`` of the batch with what the
-    template puts before them, or (``turn`` -1) a prefix that its segment repeats."""
+    template puts before them, or (``turn`` -1) what is repeated there: the prefix of a segment, the dialogue that is
+    compressed, a summary."""
 
     turn: int
     segment: int
@@ -177,9 +179,13 @@ def parts(batch: TrajectoryBatch, index: int) -> Iterator[Part]:
         first, end = int(batch.segment_tokens[segment]), int(batch.segment_tokens[segment + 1])
         turns = range(int(batch.segment_turns[segment]), int(batch.segment_turns[segment + 1]))
         at = first
+        session = int(np.searchsorted(batch.session_segments, segment, side="right")) - 1
+        repeats = segment not in sessions or batch.session_kind[session] == SessionKind.COMPRESS
         for turn in turns:
             start = int(batch.turn_start[turn])
-            if at == first < start and segment not in sessions:
+            # Nothing but what is repeated stands between two messages that the model did not write.
+            between = turn > turns[0] and Role.MODEL not in batch.turn_role[turn - 1 : turn + 1]
+            if at < start and (between or (at == first and repeats)):
                 yield Part(-1, segment, at, start)
                 at = start
             stop = end if turn == turns[-1] else int(batch.turn_end[turn])
@@ -187,6 +193,12 @@ def parts(batch: TrajectoryBatch, index: int) -> Iterator[Part]:
             at = stop
         if not turns and at < end:
             yield Part(-1, segment, at, end)
+
+
+def reward_parts(batch: TrajectoryBatch, index: int) -> tuple[tuple[str, float | None], ...]:
+    """Name and value of the parts of one trajectory's reward; None for one that has no value."""
+    values = ((name, float(part[index])) for name, part in batch.reward_parts.items())
+    return tuple((name, None if math.isnan(value) else value) for name, value in values)
 
 
 def session_text(batch: TrajectoryBatch, segment: int, index: int) -> str:
@@ -234,7 +246,7 @@ def _trajectory(
         task=batch.task_id[group],
         sample=int(batch.sample[index]),
         reward=float(batch.reward[index]),
-        parts=tuple((name, float(values[index])) for name, values in batch.reward_parts.items()),
+        parts=reward_parts(batch, index),
         success=bool(batch.success[index]),
         status=Status(int(batch.status[index])).name.lower().replace("_", " "),
         harness=batch.harness[index],
@@ -277,6 +289,7 @@ def _turn(
         number=int(batch.turn_number[turn]) if turn >= 0 else -1,
         session=session_text(batch, part.segment, index),
         reward=float(batch.turn_reward[turn]) if turn >= 0 else 0.0,
+        labels=tuple((name, int(v[turn])) for name, v in batch.turn_labels.items() if turn >= 0 and v[turn] >= 0),
         tokens=tokens,
         before=before,
         folded=folded,

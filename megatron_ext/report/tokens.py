@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from megatron_ext.report.samples import parts, session_text, trained_mask, version_text
+from megatron_ext.report.samples import parts, reward_parts, session_text, trained_mask, version_text
 from megatron_ext.report.text import pieces
 from megatron_ext.training.kept_step import KeptStep
 from megatron_ext.trajectory.record import Role, Status
@@ -54,12 +54,14 @@ class TurnValues:
 
 @dataclass(frozen=True)
 class TrajectoryValues:
+    """``reward_parts``: None for a part that has no value here."""
+
     trajectory: str
     group: str
     task: str
     sample: int
     reward: float
-    reward_parts: dict[str, float]
+    reward_parts: dict[str, float | None]
     success: bool
     status: str
     harness: str
@@ -83,7 +85,7 @@ def trajectory_values(kept: KeptStep, index: int, mask: NDArray[np.bool_]) -> Tr
         task=batch.task_id[group],
         sample=int(batch.sample[index]),
         reward=view.reward,
-        reward_parts={name: float(values[index]) for name, values in batch.reward_parts.items()},
+        reward_parts=dict(reward_parts(batch, index)),
         success=bool(batch.success[index]),
         status=Status(int(batch.status[index])).name,
         harness=batch.harness[index],

@@ -6,27 +6,35 @@ tokens of a finished group to the store and answers with metadata only.
 Invariants (``tests/rollout/test_driver.py``):
 
 1. Every order is answered exactly once, by a ``GroupDone``.
-2. At most ``concurrency`` episodes run at a time; orders start in the order they came.
+2. At most ``concurrency`` episodes are played at a time; orders start in the order they came.
 3. A failing environment fails its trajectory, never the driver.
 4. Every wait has a deadline and names whom it waits for.
+5. An episode that waits for its reward holds neither environment nor engine, and keeps no other episode waiting; a
+   reward part that is late is missing.
+6. What a reward part lacks in some trajectories of a group is made neutral before the group is stored.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
+
+import numpy as np
 
 from megatron_ext.environments.pool import EnvironmentPool
 from megatron_ext.environments.protocol import ToolSpec
 from megatron_ext.harness.protocol import Harness
 from megatron_ext.harness.template import ChatCodec
 from megatron_ext.rewards.compose import RewardSet
+from megatron_ext.rewards.missing import neutral_rewards
+from megatron_ext.rollout.dialogues import SessionCounts
 from megatron_ext.rollout.engine import GenerateRequest, GenerationClient
 from megatron_ext.rollout.episode import EpisodeLimits, EpisodeRun, Sampling, sampling_seed
 from megatron_ext.rollout.events import GroupMeta
+from megatron_ext.rollout.wakeup import Wakeup
 from megatron_ext.trajectory.builder import build_group
 from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.store import TrajectoryStore
@@ -37,9 +45,14 @@ class DriverError(RuntimeError):
     """The driver or something it waits for is gone; the message names it."""
 
 
+LATE_REWARDS_S = 1.0
+"""Seconds between two looks for rewards that are late; one that comes in time wakes the driver itself."""
+
+
 @dataclass(frozen=True)
 class GroupOrder:
-    """Run ``samples`` episodes of one task. ``store`` keeps the tokens (training); evaluation needs outcomes only."""
+    """Run ``samples`` episodes of one task. ``store`` keeps the tokens (training); evaluation needs outcomes only, and
+    asks no reward part that waits for something outside."""
 
     group_id: str
     lease_id: str
@@ -51,7 +64,8 @@ class GroupOrder:
 
 @dataclass(frozen=True)
 class GroupDone:
-    """A finished group: its metadata (``meta.ref`` is "" when the tokens were not kept) and what the driver counted."""
+    """A finished group: its metadata (``meta.ref`` is "" when the tokens were not kept) and what the driver counted;
+    ``rewards`` is what the reward parts counted, by metric name."""
 
     lease_id: str
     meta: GroupMeta
@@ -59,6 +73,8 @@ class GroupDone:
     invalid_actions: int
     problems: tuple[str, ...]
     seconds: float
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    sessions: SessionCounts = SessionCounts()
 
     @property
     def group_id(self) -> str:
@@ -75,7 +91,10 @@ class _Group:
     def batch(self) -> TrajectoryBatch:
         """The finished trajectories, by sample."""
         finished = [self.runs[i].finished for i in range(self.order.samples)]
-        return build_group(self.order.group_id, self.order.task.task_id, [f for f in finished if f is not None])
+        batch = build_group(self.order.group_id, self.order.task.task_id, [f for f in finished if f is not None])
+        if not any(np.isnan(part).any() for part in batch.reward_parts.values()):
+            return batch
+        return batch.with_rewards(neutral_rewards(batch.reward, batch.reward_parts, batch.trainable()))
 
 
 class Driver:
@@ -102,14 +121,23 @@ class Driver:
         self._queue: deque[tuple[str, int]] = deque()
         self._groups: dict[str, _Group] = {}
         self._runs: dict[str, tuple[str, EpisodeRun]] = {}
+        self._quick_rewards = rewards.quick()
+        self._graded: dict[str, tuple[str, EpisodeRun]] = {}  # played, and waiting for a reward
+        self._wakeup = Wakeup()
+        self._next_look = 0.0
         self._calls: dict[str, str] = {}  # request id -> episode id
         self._tools: dict[str, tuple[ToolSpec, ...]] = {}
-        self._ended: list[str] = []  # episodes whose cache the engine may drop
+        self._ended: list[str] = []  # engine sessions that nothing more will come of
         self._last_token = time.monotonic()
 
     @property
     def busy(self) -> bool:
         return bool(self._groups)
+
+    def close(self) -> None:
+        """Ends what rewards run in the background. Orders that are running are not answered any more."""
+        self._rewards.close()
+        self._wakeup.close()
 
     def submit(self, orders: Sequence[GroupOrder]) -> None:
         for order in orders:
@@ -122,7 +150,7 @@ class Driver:
         self._admit()
         replies, results = self._pool.poll(0.0), self._client.poll(0.0)
         if not replies and not results:
-            wait([*self._client.handles(), *self._pool.handles()], timeout)
+            wait([*self._client.handles(), *self._pool.handles(), self._wakeup.fileno()], timeout)
             replies, results = self._pool.poll(0.0), self._client.poll(0.0)
         done: list[_Group] = []
         requests: list[GenerateRequest] = []
@@ -144,10 +172,13 @@ class Driver:
                 self._pool.step(run.episode_id, outcome)
                 continue
             self._after(group_id, run, outcome, requests, done)
+        for group_id, run in self._rewarded():
+            run.on_reward()
+            self._close(group_id, run, done)
         if requests:
             if not self._calls:
                 self._last_token = time.monotonic()
-            self._calls |= {r.request_id: r.session_id for r in requests}
+            self._calls |= {r.request_id: r.request_id.rpartition("#")[0] for r in requests}
             self._client.submit(requests)
         if self._ended:
             self._client.end_sessions(self._ended)
@@ -175,7 +206,7 @@ class Driver:
                 limits=self._limits,
                 harness=self._harness,
                 codec=self._codec,
-                rewards=self._rewards,
+                rewards=self._rewards if order.store else self._quick_rewards,
                 tools=self._tools[environment],
             )
             self._runs[run.episode_id] = (group_id, run)
@@ -190,15 +221,32 @@ class Driver:
         requests: list[GenerateRequest],
         done: list[_Group],
     ) -> None:
-        """Queues the next call of an episode, or closes it and, with its last episode, its group."""
+        """Queues the next call of an episode; closes one that was played, or lets it wait for its reward."""
+        self._ended += run.dialogues.take_ended()
         if request is not None:
             requests.append(request)
             return
-        if run.finished is None:
-            raise DriverError(f"episode {run.episode_id!r} stopped without a result")
         del self._runs[run.episode_id]
         self._pool.release(run.episode_id)
-        self._ended.append(run.episode_id)
+        if run.grading is not None:
+            self._graded[run.episode_id] = (group_id, run)
+            run.grading.when_done(self._wakeup.set)
+        else:
+            self._close(group_id, run, done)
+
+    def _rewarded(self) -> list[tuple[str, EpisodeRun]]:
+        """Takes the episodes whose rewards are there, or late."""
+        now = time.monotonic()
+        if not self._wakeup.clear() and now < self._next_look:
+            return []
+        self._next_look = now + LATE_REWARDS_S
+        ready = [name for name, (_, run) in self._graded.items() if run.grading is None or run.grading.done]
+        return [self._graded.pop(name) for name in ready]
+
+    def _close(self, group_id: str, run: EpisodeRun, done: list[_Group]) -> None:
+        """Counts a finished episode; with the last one its group is done."""
+        if run.finished is None:
+            raise DriverError(f"episode {run.episode_id!r} stopped without a result")
         group = self._groups[group_id]
         group.done += 1
         if group.done < group.order.samples:
@@ -221,6 +269,18 @@ class Driver:
             meta=GroupMeta.from_batch(batch, ref),
             malformed=sum(r.counts.malformed for r in runs),
             invalid_actions=sum(r.counts.invalid_actions for r in runs),
-            problems=tuple(p for r in runs for p in (r.counts.env_problem, r.counts.reward_problem) if p),
+            problems=tuple(
+                p for r in runs for p in (r.counts.env_problem, r.counts.reward_problem, *r.counts.missing) if p
+            ),
             seconds=time.monotonic() - group.started,
+            rewards=_added(r.counts.rewards for r in runs),
+            sessions=sum((r.counts.sessions for r in runs), SessionCounts()),
         )
+
+
+def _added(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for one in counts:
+        for name, value in one.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

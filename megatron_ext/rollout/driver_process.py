@@ -212,6 +212,8 @@ def _loop(conn: Connection, spec: DriverSpec) -> None:
                 if done:
                     conn.send(("done", done))
     finally:
+        if driver is not None:
+            driver.close()
         pool.close()
 
 

@@ -7,6 +7,7 @@ Invariants (``tests/tracking/test_contract.py`` and ``test_console.py`` assert e
 2. Without a terminal there is one line a step and one a phase that lasts longer than a step's (warm start, evaluation),
    and no control codes.
 3. The remaining time is the mean duration of the steps seen since the start, times the steps that are left.
+4. What went wrong in a step without ending the run is one more line, a warning.
 """
 
 from __future__ import annotations
@@ -31,9 +32,22 @@ FIGURES = (
     ("progress/tokens_per_s", "tok/s", "{:.0f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
     ("train/grad_norm", "grad", "{:.2f}"),
+    ("moe/load_cv", "load CV", "{:.2f}"),
+    ("moe/cold_fraction", "cold", "{:.2f}"),
+    ("moe/token_jaccard", "Jaccard", "{:.2f}"),
+    ("moe/op_mi", "op MI", "{:.3f}"),
+    ("moe/disagreement", "rerouted", "{:.3f}"),
     ("warm_start/loss", "loss", "{:.3f}"),
     ("warm_start/success", "success", "{:.3f}"),
     ("time/step", "s", "{:.1f}"),
+)
+# What went wrong in a step without ending the run, as one line behind its figures: metric, or a family of them, and
+# how to say it. Counts of 0 are left out.
+WARNINGS = (
+    ("reward/missing/", "reward {name!r} is missing in {count:.0f} trajectories"),
+    ("moe/unlabelled_batch", "no turn has the label that routing losses read (model.router.label)"),
+    ("judge/failed", "{count:.0f} turns have no answer of a judge"),
+    ("judge/unknown", "{count:.0f} answers of a judge have an unknown label"),
 )
 LONG_PHASES = frozenset({"warm_start", "evaluate", "save"})
 
@@ -118,6 +132,14 @@ class ConsoleTracker:
         if not figures:
             return
         self._say("  ".join([f"step {step}/{self._steps}", *figures, *self._remaining(step)]))
+        troubles = [
+            say.format(name=name.removeprefix(metric), count=value)
+            for metric, say in WARNINGS
+            for name, value in metrics.items()
+            if value > 0 and (name == metric or (metric.endswith("/") and name.startswith(metric)))
+        ]
+        if troubles:
+            self._say(f"warning: step {step}: {'; '.join(troubles)} (why: logs/driver.log)")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         if self._live is not None:

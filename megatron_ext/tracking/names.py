@@ -45,6 +45,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/success", SHARE, "trajectories that solved their task", HIGHER),
     Metric("reward/group_std", "reward", "mean over groups of the standard deviation within the group"),
     Metric("reward/part/<part>", "reward", "mean of one named part of the reward", HIGHER),
+    Metric("reward/missing/<part>", COUNT, "trajectories that have no value of one named part", LOWER),
+    # Judges, over the groups that this step generated.
+    Metric("judge/trajectories", COUNT, "trajectories that were judged"),
+    Metric("judge/asked", COUNT, "turns that a judge was asked about"),
+    Metric("judge/calls", COUNT, "requests that were sent to judges, tries counted one by one"),
+    Metric("judge/failed", COUNT, "turns that no judge answered on", LOWER),
+    Metric("judge/unknown", COUNT, "answers whose label is none of those configured, read as the default", LOWER),
+    Metric("judge/seconds", SECONDS, "wait of a played trajectory for its judge, mean", LOWER),
+    Metric("judge/label/<name>/<label>", SHARE, "judged turns with one label, of those labelled under that name"),
     # Rollout.
     Metric("rollout/tokens_per_s", SPEED, "generated tokens per second of the rollout phase", HIGHER),
     Metric("rollout/trajectories", COUNT, "trajectories finished for this step"),
@@ -54,6 +63,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/tokens_mean", COUNT, "generated tokens of a trajectory, mean"),
     Metric("rollout/tokens_max", COUNT, "generated tokens of a trajectory, maximum"),
     Metric("rollout/length_mean", COUNT, "all tokens of a trajectory, mean"),
+    Metric("rollout/sessions_mean", COUNT, "sessions of a trajectory (its own, compressions, sub-agents), mean"),
+    Metric("rollout/compressions_mean", COUNT, "compressions of a trajectory's dialogues, mean"),
+    Metric("rollout/subagents_mean", COUNT, "sub-agents that a trajectory sent, mean"),
+    Metric(
+        "rollout/summaries_retokenised",
+        COUNT,
+        "summaries that went on as text, not as the ids that were sampled",
+        LOWER,
+    ),
+    Metric("rollout/summaries_empty", COUNT, "compressions whose turn held no summary", LOWER),
     Metric("rollout/malformed_fraction", SHARE, "model turns that held no valid action", LOWER),
     Metric("rollout/invalid_fraction", SHARE, "model turns whose action the environment did not understand", LOWER),
     Metric("rollout/truncated_fraction", SHARE, "trajectories cut by the turn or context limit", LOWER),
@@ -120,6 +139,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("credit/<edit>/positive_mass_after", "advantage", "sum of positive advantages after the edit"),
     Metric("credit/<edit>/negative_mass_before", "advantage", "sum of negative advantages before the edit"),
     Metric("credit/<edit>/negative_mass_after", "advantage", "sum of negative advantages after the edit"),
+    Metric("credit/<edit>/count/<counter>", COUNT, "a counter of the edit's own, described where the edit is"),
+    Metric("credit/<edit>/mean/<counter>", "of the counter", "a mean of the edit's own, described where the edit is"),
+    Metric("credit/<edit>/share/<counter>", SHARE, "a share of the edit's own, described where the edit is"),
     # Forwards that credit edits ask for.
     Metric("scoring/requests", COUNT, "sequences that credit edits asked to be scored"),
     Metric("scoring/asked_tokens", COUNT, "tokens of these sequences, one by one"),
@@ -149,6 +171,32 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/load_cv", "ratio", "coefficient of variation of the tokens per expert, mean over layers", LOWER),
     Metric("moe/load_peak", "ratio", "tokens of the busiest expert over the mean, worst layer", LOWER),
     Metric("moe/cold_fraction", SHARE, "experts that got less than a tenth of the mean", LOWER),
+    Metric("moe/load_entropy", SHARE, "entropy of the load over its maximum, mean over layers", HIGHER),
+    Metric("moe/token_jaccard", SHARE, "Jaccard index of the experts of adjacent sampled tokens, mean over layers"),
+    Metric("moe/op_mi", NATS, "mutual information of chosen experts and operations over turns, mean over layers"),
+    Metric(
+        "moe/disagreement", SHARE, "tokens whose experts differ between training and rollout, mean of layers", LOWER
+    ),
+    Metric("moe/layer/<layer>/cold_fraction", SHARE, "experts of one layer below a tenth of its mean load", LOWER),
+    Metric("moe/layer/<layer>/load_entropy", SHARE, "entropy of one layer's load over its maximum", HIGHER),
+    Metric("moe/layer/<layer>/token_jaccard", SHARE, "Jaccard index of one layer's experts of adjacent sampled tokens"),
+    Metric("moe/layer/<layer>/op_mi", NATS, "mutual information of one layer's chosen experts and operations"),
+    Metric("moe/layer/<layer>/disagreement", SHARE, "tokens whose experts of one layer differ from rollout's", LOWER),
+    # Routing losses, under the weights that opened the batch.
+    Metric("moe/gate", SHARE, "1 while the policy's entropy lets routing losses act, else 0"),
+    Metric("moe/gate_entropy", NATS, "entropy that the gate looks at: of the policy, mean over trained tokens"),
+    Metric(
+        "moe/turn_mi", NATS, "mutual information of router probabilities and operations, the turn loss is its negative"
+    ),
+    Metric("moe/turn_mi_after", NATS, "moe/turn_mi of the same batch after its update"),
+    Metric("moe/mi_linear_error", NATS, "moe/turn_mi_after minus what the linearised loss took it for"),
+    Metric("moe/labelled_turns", COUNT, "turns with an operation, in the field that has most"),
+    Metric("moe/unlabelled_batch", COUNT, "1 when no turn of the step has an operation, else 0", LOWER),
+    Metric("moe/token_loss", NATS, "-log probability on the experts of the token before, mean over pairs"),
+    Metric("moe/pulled_fraction", SHARE, "adjacent tokens that are pulled together"),
+    Metric("moe/replayed_share", SHARE, "tokens of the update's forward that ran the experts recorded in rollout"),
+    Metric("moe/replay_missing", SHARE, "tokens that needed recorded experts and had none (routers chose)", LOWER),
+    Metric("moe/replay_conflicts", COUNT, "places of shared tokens that recorded other experts than were run", LOWER),
     Metric("moe/router_entropy", NATS, "entropy of the router's distribution"),
     Metric(
         "moe/layer/<layer>/load_cv", "ratio", "coefficient of variation of the tokens per expert of one layer", LOWER
@@ -171,7 +219,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/sampled_ci_high", SHARE, "upper end of the 95 % interval of sampled_pass1", HIGHER),
     Metric("eval/<set>/pass_at_<k>", SHARE, "tasks solved by one of k sampled trajectories (unbiased)", HIGHER),
     Metric("eval/<set>/turns_median", COUNT, "model turns of a greedy trajectory, median"),
-    Metric("eval/<set>/reward_mean", "reward", "mean reward of the greedy trajectories", HIGHER),
+    Metric(
+        "eval/<set>/reward_mean", "reward", "mean reward of the greedy trajectories, without parts that wait", HIGHER
+    ),
     Metric(
         "eval/<set>/untrainable", COUNT, "greedy trajectories lost to environment errors and counted as failures", LOWER
     ),

@@ -32,6 +32,7 @@ from megatron_ext.training.publish import publish
 from megatron_ext.training.ranks import Ranks
 from megatron_ext.training.session import TrainerBuilder, warm_start_folder
 from megatron_ext.training.warm_start import WarmStartReport, run_warm_start
+from megatron_ext.training.warm_start_key import warm_start_seed
 from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.task import Task
 
@@ -79,7 +80,8 @@ def first_weights(
         if ranks.leads:
             (folder.path / "warm_start.json").write_text((root / "report.json").read_text())
         return weights
-    trainer = builder.build(warm.optimizer, aux_loss_coefficient=warm.aux_loss_coefficient)
+    seed = warm_start_seed(config)
+    trainer = builder.build(warm.optimizer, aux_loss_coefficient=warm.aux_loss_coefficient, seed=seed)
     ranks.doing("warm_start")
 
     def check() -> None:
@@ -122,7 +124,7 @@ def first_weights(
             trainer,
             batch,
             warm,
-            seed=config.run.seed,
+            seed=seed,
             tokens_per_microbatch=config.batch.tokens_per_microbatch,
             gate=gate,
             on_step=on_step,
@@ -152,7 +154,7 @@ def _demonstrations(config: Config, players: Players) -> list[Demonstration]:
         environment,
         [tasks[i % len(tasks)] for i in range(warm.demonstrations)],
         mistake_rate=warm.mistake_rate,
-        seed=config.run.seed,
+        seed=warm_start_seed(config),
         max_turns=config.rollout.max_turns,
     )
 

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_ext.config.schema import ParallelConfig
 from megatron_ext.models.parallel import ParallelContext
+from megatron_ext.moe.replay_tokens import ReplayRule
 from megatron_ext.training.microbatch import MicroBatch, build_microbatch
 from megatron_ext.training.planning import plan_microbatches
 from megatron_ext.trajectory.packing import PackPlan
@@ -44,12 +45,14 @@ def rank_microbatches(
     groups: ArrayLike | None = None,
     share_prefixes: bool = False,
     plan: PackPlan | None = None,
+    replay: ReplayRule | None = None,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of a batch that every rank knows, on its device. No communication.
 
     ``members`` int64 [R'] are the rows to run (None: all), ``select`` bool [M] the tokens to predict (None: the trained
     ones), ``cap`` the tokens of a micro-batch on one rank; ``groups`` as in ``packing.pack``. ``plan`` over the members
-    replaces the one that ``plan_microbatches`` would make; it must have a rank for each data-parallel rank.
+    replaces the one that ``plan_microbatches`` would make; it must have a rank for each data-parallel rank. ``replay``
+    as in ``build_microbatch``.
     """
     chosen = np.arange(rows.num_rows) if members is None else np.asarray(members, dtype=np.int64)
     size, parallel = context.data_parallel_size, context.config
@@ -77,6 +80,7 @@ def rank_microbatches(
             share_prefixes=share_prefixes,
             context_size=parallel.context,
             context_rank=context.context_rank,
+            replay=replay,
         ).to(context.device)
         for part in [*(chosen[part] for part in mine), *empty]
     ]

@@ -21,9 +21,8 @@ def train_loop(run: Run) -> None:
             metrics |= report
             with run.phase("update", run.config.batch.optimizer_steps_per_batch):
                 results, scores = run.update(groups, batch, rows, scores, advantage)
-            metrics |= update_metrics(
-                results, batch, rows, scores, opened, run.clock, run.hf.num_experts, run.resumed, run.gather
-            )
+            metrics |= update_metrics(results, batch, rows, scores, opened, run.clock, run.resumed, run.gather)
+            metrics |= run.routing_metrics(batch, scores) | run.routing_losses_done(batch, rows)
             run.keep_samples(groups, opened, scores, advantage, metrics)
         run.finish_step(groups)
         with run.phase("publish"):

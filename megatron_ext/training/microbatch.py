@@ -10,6 +10,7 @@ Invariants (``tests/training/test_microbatch.py``):
    which tokens are predicted, and from what, stays the same.
 6. Context-parallel ranks have the same micro-batch but for what each runs: every place is run by one of them, every
    token is predicted by one of them, and what a rank predicts may stand on another (its share ends at a cut).
+7. With a ``replay`` rule each token that a rank runs carries the experts recorded for it (``moe.replay_tokens``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.models.packing import SharedTokens
+from megatron_ext.moe.replay_tokens import ReplayRule, ReplayTokens, due_tokens, replay_tokens
 from megatron_ext.training.context_share import context_share
 from megatron_ext.trajectory.prefix_tree import build_prefix_tree
 from megatron_ext.trajectory.record import TrajectoryBatch
@@ -36,8 +38,9 @@ class MicroBatch:
     ``source`` int64 [P], the batch's token at each place, -1 for padding; ``cu_seqlens`` int32 [R+1] over the places;
     ``token``, ``row``, ``turn`` int64 [n]; ``logit_index`` into the U tokens and ``target`` int64 [m]; ``held`` int64
     [m], which of the n this rank predicts (None: all, m = n); ``shared`` says which places hold which token (None: each
-    its own). Without context parallelism and shared prefixes U = P. An empty micro-batch (P = 0) keeps a rank in step
-    with the others.
+    its own); ``replay``, the experts that the U tokens replay (None: routers choose); ``predicted`` int64 [n], the
+    place of each predicted token (None: not told). Without context parallelism and shared prefixes U = P. An empty
+    micro-batch (P = 0) keeps a rank in step with the others.
     """
 
     ids: torch.Tensor
@@ -52,6 +55,8 @@ class MicroBatch:
     turn: torch.Tensor
     held: torch.Tensor | None = None
     shared: SharedTokens | None = None
+    replay: ReplayTokens | None = None
+    predicted: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -73,11 +78,13 @@ def build_microbatch(
     share_prefixes: bool = False,
     context_size: int = 1,
     context_rank: int = 0,
+    replay: ReplayRule | None = None,
 ) -> MicroBatch:
     """Packs the rows ``members``; ``select`` bool [M] marks the entries of ``rows.token`` to predict.
 
-    ``context_rank`` of ``context_size`` gives that context-parallel rank's share. Raises ``ValueError`` for shared
-    prefixes under context parallelism.
+    ``context_rank`` of ``context_size`` gives that context-parallel rank's share. ``replay`` takes the recorded experts
+    along. Raises ``ValueError`` for shared prefixes under context parallelism, ``ReplayError`` for a record that is
+    missing or not this model's.
     """
     if share_prefixes and context_size > 1:
         raise ValueError(
@@ -99,14 +106,24 @@ def build_microbatch(
     padded_ids, source = np.zeros(len(real), dtype=np.int64), np.full(len(real), -1, dtype=np.int64)
     padded_ids[real], source[real] = ids, token
     position = np.arange(len(real)) - np.repeat(share.offsets[:-1], np.diff(share.offsets))
-    run, logit_index, held, shared = share.place, at - 1, None, None
+    run, logit_index, held, shared, flat = share.place, at - 1, None, None, None
     if context_size > 1:
         stands = share.local[np.flatnonzero(real)[at - 1]]  # where the logits before each predicted token are
         mine = np.flatnonzero(stands >= 0)
         logit_index, held = stands[mine], torch.from_numpy(mine)
     elif share_prefixes:
-        tree = build_prefix_tree(ids, whole)
-        run, logit_index, shared = tree.source.copy(), tree.flat[at - 1], SharedTokens.of(tree)
+        # The tokens that rows share replay one recording: a row that has one supplies it.
+        routed, valid = (None, None) if replay is None else replay.check(batch)
+        known = {} if routed is None or valid is None else {"routed": routed[token], "routed_valid": valid[token]}
+        tree = build_prefix_tree(ids, whole, **known)
+        run, logit_index, shared, flat = tree.source.copy(), tree.flat[at - 1], SharedTokens.of(tree), tree.flat
+    replayed = None
+    if replay is not None:
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        last = np.full(len(lengths), -1)
+        np.maximum.at(last, row[at], within[at] - 1)
+        entry_run = run if flat is not None else share.entry[run]
+        replayed = replay_tokens(batch, replay, token, due_tokens(within, row, last), entry_run, flat)
     target = ids[at] if held is None else ids[at][mine]
     return MicroBatch(
         ids=torch.from_numpy(padded_ids[run]),
@@ -121,4 +138,6 @@ def build_microbatch(
         turn=torch.from_numpy(batch.turn[token[at]].astype(np.int64)),
         held=held,
         shared=shared,
+        replay=replayed,
+        predicted=torch.from_numpy(np.flatnonzero(real)[at]),
     )

@@ -257,9 +257,8 @@ def replay_training(opened: Opened) -> TrainReplay | None:
             weight += share
         with run.phase("update"):
             results, scores = run.update(groups, batch, rows, before, advantage)
-        metrics |= update_metrics(
-            results, batch, rows, scores, version, run.clock, opened.hf.num_experts, run.resumed, run.gather
-        )
+        metrics |= update_metrics(results, batch, rows, scores, version, run.clock, run.resumed, run.gather)
+        metrics |= run.routing_metrics(batch, scores)
         again = StepScores(advantage, weight, scores.logp, scores.entropy, scores.reference)
         parts = run.gather(_token_differences(own.scores, again))
         if not session.ranks.leads:

@@ -117,6 +117,7 @@ def _train(config: Config, backend: ResolvedBackend, ranks: Ranks) -> RunResult:
             run.started = time.monotonic()
             # What set-up made stays for the whole run: a full collection that walks it costs a fraction of a second.
             gc.freeze()
+            stack.callback(gc.unfreeze)  # the process may go on with another run
             train_loop(run)
             if run.step > 0:
                 run.finish_saving()  # out of time ends between two checkpoints

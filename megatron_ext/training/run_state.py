@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import add
@@ -57,9 +58,11 @@ from megatron_ext.training.planning import plan_microbatches
 from megatron_ext.training.profiling import StepProfiler
 from megatron_ext.training.publish import publish
 from megatron_ext.training.ranks import Gather, Ranks, alone
+from megatron_ext.training.routing import RoutingLosses
+from megatron_ext.training.routing_metrics import RoutingLog, step_routing
 from megatron_ext.training.sample_parts import joined_parts, part_of
 from megatron_ext.training.schedule import learning_rate
-from megatron_ext.training.score_execution import execute_plan
+from megatron_ext.training.score_execution import Recorded, execute_plan
 from megatron_ext.training.scores import TokenScores
 from megatron_ext.training.throughput import speed_metrics
 from megatron_ext.training.trainer import TokenInputs, Trainer, UpdateResult
@@ -130,9 +133,13 @@ class Run:
     resumed: dict[int, int] = field(default_factory=dict)  # incarnation -> optimizer step it went on from
     seconds_before: float = 0.0
     saver: Saver = field(init=False)
+    routing: RoutingLosses | None = field(init=False)
+    _routing_log: RoutingLog = field(init=False)
     _measured: dict[str, float] = field(init=False, default_factory=dict)  # at the step that was finished last
 
     def __post_init__(self) -> None:
+        self.routing = RoutingLosses.of(self.trainer)
+        self._routing_log = RoutingLog(self.folder)
         self.saver = Saver(self.checkpoints, self.trainer, asynchronous=self.config.checkpoint.asynchronous)
 
     # -- control ---------------------------------------------------------------------------------------------------
@@ -219,12 +226,18 @@ class Run:
         the reference policy where there is one; once a batch.
 
         None when nothing needs them before the update: the only optimizer step of a batch starts from those weights, so
-        its own forward gives the same scores.
+        its own forward gives the same scores. Routing losses take their statistics from a forward of their own then.
         """
-        if not self._scores_first:
+        if not self._scores_first and self.routing is None:
             return None
         micro = self.microbatches(batch, rows, np.arange(rows.num_rows))
-        scores = self.trainer.score(micro, batch.num_tokens, record_experts=self._records_experts)
+        record = self._records_experts and self._scores_first
+        if self.routing is None:
+            scores = self.trainer.score(micro, batch.num_tokens, record_experts=record)
+        else:
+            scores = self.routing.open(batch, micro, record_experts=record)
+        if not self._scores_first:
+            return None
         if self.reference is None:
             return scores
         # What was recorded is the trained policy's choice: the reference policy's router chooses for itself.
@@ -259,7 +272,7 @@ class Run:
             step=self.step,
             gather=self.gather,
             weights=self._score_weights(),
-            run=self._run_plan,
+            run=partial(self._run_plan, batch),
         )
 
     def _score_weights(self) -> dict[str, ScoreWeights]:
@@ -272,11 +285,12 @@ class Run:
             reference=self.reference is not None,
         )
 
-    def _run_plan(self, plan: ScorePlan) -> tuple[ScoreReply, ...]:
+    def _run_plan(self, batch: TrajectoryBatch, plan: ScorePlan) -> tuple[ScoreReply, ...]:
         snapshots = {} if self.reference is None else {REFERENCE: self.reference}
         cap = self.config.batch.tokens_per_microbatch
         with self.phase("scoring"):
-            return execute_plan(self.trainer, plan, snapshots, tokens_per_microbatch=cap)
+            recorded = None if self._replay is None else Recorded(batch, self._replay)
+            return execute_plan(self.trainer, plan, snapshots, tokens_per_microbatch=cap, recorded=recorded)
 
     def update(
         self,
@@ -304,12 +318,34 @@ class Run:
             lr = learning_rate(self.config.optimizer, self.updates, total)
             micro = self.microbatches(batch, rows, members)
             keep, record = scores is None, self._records_experts
-            results.append(self.trainer.update(micro, inputs, self.terms, lr, keep_scores=keep, record_experts=record))
+            update = partial(self.trainer.update, keep_scores=keep, record_experts=record)
+            with nullcontext() if self.routing is None else self.routing.attached(micro):
+                results.append(update(micro, inputs, self.terms, lr))
             self.updates += 1
             self.tracker.advance(number + 1)
         own = results[0].scores if scores is None else scores
         assert own is not None, "a step that was not scored before keeps the scores of its update"
         return results, own
+
+    def routing_metrics(self, batch: TrajectoryBatch, scores: TokenScores) -> dict[str, float]:
+        """What the step's routers chose; rank 0 keeps the load of every expert beside the metrics."""
+        layers = [layer for layer, moe in enumerate(self.hf.moe_pattern) if moe]
+        replayed = self.config.rollout.replay_routing
+        sums = step_routing(batch, scores, self.hf.num_experts, layers, replayed=replayed, gather=self.gather)
+        if sums is None:
+            return {}
+        if self.lead is not None:
+            self._routing_log.write(self.step + 1, sums)
+        return sums.metrics()
+
+    def routing_losses_done(self, batch: TrajectoryBatch, rows: Rows) -> dict[str, float]:
+        """Metrics of the batch's routing losses, and now and then of what their linearisation missed."""
+        if self.routing is None:
+            return {}
+        if not self.routing.checks(self.step):
+            return self.routing.close()
+        with self.phase("scoring"):
+            return self.routing.close(self.microbatches(batch, rows, np.arange(rows.num_rows)))
 
     def loss_weights(
         self, groups: StepGroups, batch: TrajectoryBatch

@@ -11,7 +11,8 @@ Invariants (``tests/integration/test_score_execution.py``):
    gradients and optimizer stay as they were.
 3. Log-probs are of logits / the group's own temperature. The vocabulary stays split over tensor-parallel ranks: they
    exchange k candidates and two numbers a token, never logits.
-4. What cannot be run is refused in one line on every rank before anything is run, not a hang.
+4. Rows that ask for ``replay_routing`` run the experts of the record; the others' routers choose.
+5. What cannot be run is refused in one line on every rank before anything is run, not a hang.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ from megatron_ext.losses.logprob import token_logprob_entropy
 from megatron_ext.models import cpu_platform
 from megatron_ext.models.forward import unwrap
 from megatron_ext.models.parallel import ParallelContext
-from megatron_ext.training.context_share import context_share
+from megatron_ext.moe.replay_tokens import ReplayError, ReplayRule, ReplayTokens, due_tokens, replay_tokens
+from megatron_ext.training.context_share import ContextShare, context_share
 from megatron_ext.training.lockstep import rounded
 from megatron_ext.training.microbatch import MicroBatch
 from megatron_ext.training.replica import add_over
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.trajectory.packing import pack
+from megatron_ext.trajectory.record import TrajectoryBatch
 
 cpu_platform.install()
 with cpu_platform.quiet_import():
@@ -48,6 +51,14 @@ with cpu_platform.quiet_import():
 Snapshots = Mapping[str, Sequence[torch.Tensor]]
 # The normaliser of the softmax is worked out over about this many logits at a time.
 _CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """Where replayed rows find their experts: the batch that the requests are about, and what its record must be."""
+
+    batch: TrajectoryBatch
+    rule: ReplayRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,17 +87,24 @@ class ScoreMicroBatch(MicroBatch):
 
 
 def execute_plan(
-    trainer: Trainer, plan: ScorePlan, snapshots: Snapshots, *, tokens_per_microbatch: int
+    trainer: Trainer,
+    plan: ScorePlan,
+    snapshots: Snapshots,
+    *,
+    tokens_per_microbatch: int,
+    recorded: Recorded | None = None,
 ) -> tuple[ScoreReply, ...]:
     """The reply to each request of this rank's plan, in its order. No gradient.
 
     Args:
         snapshots: weights by name (``Trainer.snapshot``), for what is asked of others than ``current``.
         tokens_per_microbatch: the tokens of a micro-batch on one context-parallel rank.
+        recorded: where requests with ``replay_routing`` find the experts of their rows.
 
     Raises:
-        ScoreError: outputs the trainer cannot give (values, replayed routing), weights without a snapshot, a row over
-            ``tokens_per_microbatch``, ranks whose plans do not go together, scores that are not finite; on every rank.
+        ScoreError: outputs the trainer cannot give (values), weights without a snapshot, a row over
+            ``tokens_per_microbatch``, experts that were not recorded, ranks whose plans do not go together, scores that
+            are not finite; on every rank.
     """
     context = trainer.context
     packed: list[list[NDArray[np.int64]]] = []
@@ -96,7 +114,7 @@ def execute_plan(
     def prepare() -> None:
         for group in plan.groups:
             _check_weights(trainer, group, snapshots)
-            packed.append(_packed(group, tokens_per_microbatch, context.config.context))
+            packed.append(_packed(group, tokens_per_microbatch, context.config.context, recorded))
 
     _together(plan, table, context, prepare)
     counts = torch.tensor([len(rows) for rows in packed], dtype=torch.int64, device=context.device)
@@ -109,7 +127,7 @@ def execute_plan(
             continue
         snapshot = _snapshot(group, snapshots)
         with nullcontext() if snapshot is None else trainer.weights(snapshot):
-            outputs.append(_run_group(trainer, group, rows, rounded(count, context.config)))
+            outputs.append(_run_group(trainer, group, rows, rounded(count, context.config), recorded))
     replies: list[ScoreReply] = []
 
     def answer() -> None:
@@ -147,16 +165,46 @@ def _check_weights(trainer: Trainer, group: ScoreGroup, snapshots: Snapshots) ->
         )
 
 
-def _packed(group: ScoreGroup, cap: int, context_size: int) -> list[NDArray[np.int64]]:
+def _packed(group: ScoreGroup, cap: int, context_size: int, recorded: Recorded | None) -> list[NDArray[np.int64]]:
     """The rows of each micro-batch of a group, or the reason why the trainer cannot run it."""
     names = " = ".join(group.names)
     if group.outputs.value:
         raise ScoreError(f"weights {names!r}: values are asked for, and the trained model has no value head")
     if np.any(group.source >= 0):
-        raise ScoreError(f"weights {names!r}: replay_routing is not run by the trainer; ask without it")
+        if recorded is None:
+            raise ScoreError(
+                f"weights {names!r}: replay_routing, and the run replays none; set rollout.replay_routing=true or ask "
+                "without it"
+            )
+        pack_and_replay(group, np.arange(group.num_rows), recorded)
     if not group.num_rows:
         return []
     return list(pack(group.lengths, cap=cap, context=context_size).microbatches[0])
+
+
+def pack_and_replay(
+    group: ScoreGroup,
+    members: Sequence[int] | NDArray[np.int64],
+    recorded: Recorded | None,
+    share: ContextShare | None = None,
+) -> tuple[PackedScores, ReplayTokens | None]:
+    """The rows ``members`` packed, and the experts that the places of ``share`` (None: all) replay; None where none of
+    the group's rows asks for it."""
+    piece = pack_rows(group, members)
+    if recorded is None or not np.any(group.source >= 0):
+        return piece, None
+    lengths = np.diff(piece.cu_seqlens).astype(np.int64)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    last = np.full(len(lengths), -1)
+    np.maximum.at(last, row[piece.logit_index], piece.positions[piece.logit_index])
+    # A hidden state at the last sampled token needs experts that nobody could record.
+    np.maximum.at(last, row[piece.hidden_index], piece.positions[piece.hidden_index] - 1)
+    due = due_tokens(piece.positions, row, last)
+    run = np.arange(len(piece.ids)) if share is None else share.entry[share.place]
+    try:
+        return piece, replay_tokens(recorded.batch, recorded.rule, piece.source, due, run)
+    except ReplayError as error:
+        raise ScoreError(str(error)) from error
 
 
 def _together(plan: ScorePlan, table: int, context: ParallelContext, work: Callable[[], None]) -> None:
@@ -198,10 +246,19 @@ def _content(plan: ScorePlan) -> int:
 
 
 # -- one group ---------------------------------------------------------------------------------------------------------
-def score_microbatch(piece: PackedScores, *, context_size: int = 1, context_rank: int = 0) -> ScoreMicroBatch:
-    """A packed piece as the forward takes it: this context-parallel rank's share of its rows, on the CPU."""
+def score_microbatch(
+    group: ScoreGroup,
+    members: Sequence[int] | NDArray[np.int64],
+    *,
+    context_size: int = 1,
+    context_rank: int = 0,
+    recorded: Recorded | None = None,
+) -> ScoreMicroBatch:
+    """The rows ``members`` of a group as the forward takes them: this context-parallel rank's share, on the CPU."""
+    rows = np.asarray(members, dtype=np.int64)
+    share = context_share(group.lengths[rows], context_size, context_rank)
+    piece, replay = pack_and_replay(group, rows, recorded, share)
     lengths = np.diff(piece.cu_seqlens).astype(np.int64)
-    share = context_share(lengths, context_size, context_rank)
     real = share.entry >= 0
     ids, source = np.zeros(len(real), dtype=np.int64), np.full(len(real), -1, dtype=np.int64)
     ids[real], source[real] = piece.ids, np.arange(len(piece.ids))
@@ -240,6 +297,7 @@ def score_microbatch(piece: PackedScores, *, context_size: int = 1, context_rank
         row=torch.from_numpy(row),
         turn=torch.full((len(at),), -1, dtype=torch.int64),
         held=torch.from_numpy(mine) if context_size > 1 else None,
+        replay=replay,
         reads=reads,
     )
 
@@ -248,16 +306,28 @@ def _moved(mb: ScoreMicroBatch, device: torch.device) -> ScoreMicroBatch:
     def to(item: Any) -> dict[str, torch.Tensor]:
         return {name: value.to(device) for name, value in vars(item).items() if isinstance(value, torch.Tensor)}
 
-    return replace(mb, **to(mb), reads=replace(mb.reads, **to(mb.reads)))
+    replay = None if mb.replay is None else mb.replay.to(device)
+    return replace(mb, **to(mb), replay=replay, reads=replace(mb.reads, **to(mb.reads)))
 
 
-def _run_group(trainer: Trainer, group: ScoreGroup, rows: Sequence[NDArray[np.int64]], count: int) -> ForwardOutputs:
+def _run_group(
+    trainer: Trainer,
+    group: ScoreGroup,
+    rows: Sequence[NDArray[np.int64]],
+    count: int,
+    recorded: Recorded | None,
+) -> ForwardOutputs:
     """The items of a group on every rank of the replica, from ``count`` micro-batches."""
     context, wants = trainer.context, group.outputs
 
     def made(members: Sequence[int] | NDArray[np.int64]) -> ScoreMicroBatch:
-        piece = pack_rows(group, members)
-        share = score_microbatch(piece, context_size=context.config.context, context_rank=context.context_rank)
+        share = score_microbatch(
+            group,
+            members,
+            context_size=context.config.context,
+            context_rank=context.context_rank,
+            recorded=recorded,
+        )
         return _moved(share, context.device)
 
     micro = [made(part) for part in rows]

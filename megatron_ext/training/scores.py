@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 class TokenScores:
     """Scores of a batch's tokens, float32 [T]; 0 where no score was asked for.
 
-    ``experts`` int64 [T, L, k] of this forward (None unless recorded), valid where ``routed`` bool [T]. ``reference``
-    float32 [T]: log-probs under the reference policy (None without one).
+    ``experts`` int64 [T, L, k], what the routers chose in this forward, also where recorded experts ran instead (None
+    unless recorded), valid where ``routed`` bool [T]. ``reference`` float32 [T]: log-probs under the reference policy
+    (None without one).
 
     Under data parallelism a rank holds the scores of the tokens that its own micro-batches predict (experts: of every
     token that they ran), and every tensor-, context- and pipeline-parallel rank of it holds the same.

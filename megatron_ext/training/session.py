@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.instantiate import instantiate, ordered
-from megatron_ext.config.saved import as_tree
 from megatron_ext.config.schema import Config, OptimizerConfig
 from megatron_ext.credit.base import Baseline
 from megatron_ext.credit.pipeline import Pipeline
@@ -19,7 +18,7 @@ from megatron_ext.moe.protocol import RouterPolicy
 from megatron_ext.rollout.driver_process import DriverSpec
 from megatron_ext.rollout.engine import EngineControl
 from megatron_ext.rollout.episode import EpisodeLimits
-from megatron_ext.training.warm_start import warm_start_key
+from megatron_ext.training.warm_start_key import warm_start_key, warm_start_parts, warm_start_router
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -68,13 +67,16 @@ def build_chunks(
     """
     # Megatron takes seconds to import, and what only wants a driver does not need it.
     from megatron_ext.models.build import build_model
+    from megatron_ext.moe.policies import check_auxiliary_losses
 
-    router: RouterPolicy = instantiate(config.model.router or {"_target_": "megatron_ext.moe.policies.TrainedRouter"})
-    model = config.model
+    node, model = config.model.router, config.model
     if aux_loss_coefficient is not None:
+        node = warm_start_router(config)
         model = dataclasses.replace(model, aux_loss_coefficient=aux_loss_coefficient)
+    router: RouterPolicy = instantiate(node or {"_target_": "megatron_ext.moe.policies.TrainedRouter"})
     chunks = build_model(hf, model, config.parallel, backend, router.config_overrides(), seed=config.run.seed)
     router.apply(chunks)
+    check_auxiliary_losses(chunks, model.aux_loss_coefficient)
     return chunks, router
 
 
@@ -107,13 +109,18 @@ class TrainerBuilder:
         self.context = initialize(config.parallel, backend, config.run.seed)
         stack.callback(shutdown, self.context)
 
-    def build(self, optimizer: OptimizerConfig, aux_loss_coefficient: float | None = None) -> Trainer:
+    def build(
+        self, optimizer: OptimizerConfig, aux_loss_coefficient: float | None = None, *, seed: int | None = None
+    ) -> Trainer:
+        """``seed`` of fresh weights, where it is not ``run.seed``."""
         import torch
 
         from megatron_ext.training.optimizer import wrap
         from megatron_ext.training.trainer import Trainer
 
         config = self._config
+        if seed is not None:
+            config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=seed))
         torch.manual_seed(config.run.seed)
         chunks, router = build_chunks(config, self._hf, self._backend, aux_loss_coefficient)
         wrapped, megatron_optimizer = wrap(chunks, optimizer, config.parallel, self._backend)
@@ -125,16 +132,6 @@ def warm_start_folder(config: Config, run: Path, hf: HFConfig) -> Path:
     warm = config.warm_start
     if not warm.cache:
         return run / "warm_start"
-    tree = as_tree(config)
-    key = warm_start_key(
-        {
-            "seed": config.run.seed,
-            "hf": hf.to_dict(),
-            "tokenizer": (run / "tokenizer" / "tokenizer.json").read_text(),
-            "warm_start": {k: v for k, v in tree["warm_start"].items() if k != "cache"},
-            **{k: tree[k] for k in ("model", "environments", "harness", "tasks", "parallel", "backend")},
-            "turns": config.rollout.max_turns,
-            "microbatch": config.batch.tokens_per_microbatch,
-        }
-    )
+    tokenizer = (run / "tokenizer" / "tokenizer.json").read_text()
+    key = warm_start_key({"hf": hf.to_dict(), "tokenizer": tokenizer, **warm_start_parts(config)})
     return Path(warm.cache) / key

@@ -15,11 +15,12 @@ from functools import reduce
 from operator import add
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_ext.losses.diagnostics import MeanMax, RatioStats, lag_stats, ratio_stats, train_rollout_difference
-from megatron_ext.moe.load import expert_counts, load_metrics, routing_flips
+from megatron_ext.moe.replay_tokens import ReplayCounts
 from megatron_ext.rollout.agreement import CONSTANT, UNTRAINABLE
+from megatron_ext.rollout.dialogues import SessionCounts
+from megatron_ext.rollout.driver import GroupDone
 from megatron_ext.training.collect import StepGroups
 from megatron_ext.training.phases import Phases
 from megatron_ext.training.ranks import Gather, alone
@@ -27,6 +28,8 @@ from megatron_ext.training.scores import TokenScores
 from megatron_ext.training.trainer import UpdateResult
 from megatron_ext.trajectory.record import Status, TrajectoryBatch
 from megatron_ext.trajectory.rows import Rows
+
+LABEL = "judge/label/"
 
 
 def rollout_metrics(groups: StepGroups, seconds: float, gather: Gather = alone) -> dict[str, float]:
@@ -86,19 +89,65 @@ def rollout_metrics(groups: StepGroups, seconds: float, gather: Gather = alone) 
             "reward/max": float(rewards[counted].max()),
             "reward/success": float(success[counted].mean()),
         }
+    metrics |= _judging(groups.drawn) | _sessions(groups.drawn)
     if groups.batch is not None:
         metrics |= _reward_parts(groups.batch, gather)
     return metrics
 
 
 def _reward_parts(batch: TrajectoryBatch, gather: Gather) -> dict[str, float]:
-    """Means over the step's trainable trajectories."""
-    counted = batch.trainable()
-    own = {name: float(part[counted].sum(dtype=np.float64)) for name, part in batch.reward_parts.items()}
-    everybody = gather((own, int(counted.sum())))
-    names = {name: None for sums, _ in everybody for name in sums}
-    number = sum(count for _, count in everybody)
-    return {f"reward/part/{name}": sum(sums.get(name, 0.0) for sums, _ in everybody) / max(number, 1) for name in names}
+    """Of the step's trainable trajectories: means over those that have the part, and how many lack it."""
+    own = {}
+    for name, part in batch.reward_parts.items():
+        counted = part[batch.trainable()]
+        have = counted[~np.isnan(counted)]
+        own[name] = (float(have.sum(dtype=np.float64)), len(have), len(counted) - len(have))
+    # A rank whose groups know nothing of a part has 0 of it, as in one batch with theirs.
+    trainable, metrics = int(batch.trainable().sum()), {}
+    everybody = gather((own, trainable))
+    for name in sorted({name for sums, _ in everybody for name in sums}):
+        found = [sums.get(name, (0.0, number, 0)) for sums, number in everybody]
+        total, have, missing = (sum(column) for column in zip(*found, strict=True))
+        metrics[f"reward/missing/{name}"] = float(missing)
+        if have:
+            metrics[f"reward/part/{name}"] = total / have
+    return metrics
+
+
+def _sessions(drawn: Sequence[GroupDone]) -> dict[str, float]:
+    """Sessions of the trajectories that this process generated."""
+    counts = sum((group.sessions for group in drawn), SessionCounts())
+    number = max(sum(len(group.meta.tokens) for group in drawn), 1)
+    return {
+        "rollout/sessions_mean": counts.sessions / number,
+        "rollout/compressions_mean": counts.compressions / number,
+        "rollout/subagents_mean": counts.subagents / number,
+        "rollout/summaries_retokenised": float(counts.retokenised),
+        "rollout/summaries_empty": float(counts.empty),
+    }
+
+
+def _judging(drawn: Sequence[GroupDone]) -> dict[str, float]:
+    """What the reward parts counted in the groups of this process; labels as shares of their name's, the time as a mean
+    over judged trajectories."""
+    counts: dict[str, float] = {}
+    for group in drawn:
+        for name, value in group.rewards.items():
+            counts[name] = counts.get(name, 0.0) + value
+    labelled: dict[str, float] = {}
+    for name, value in counts.items():
+        if name.startswith(LABEL):
+            family = name.rpartition("/")[0]
+            labelled[family] = labelled.get(family, 0.0) + value
+    metrics = {}
+    for name, value in counts.items():
+        if name.startswith(LABEL):
+            metrics[name] = value / max(labelled[name.rpartition("/")[0]], 1.0)
+        elif name == "judge/seconds":
+            metrics[name] = value / max(counts["judge/trajectories"], 1.0)
+        else:
+            metrics[name] = value
+    return metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +161,7 @@ class _Sums:
     trained: int
     rows: int
     rollout_logp: float
-    experts: NDArray[np.int64] | None
-    flips: int
-    compared: int
+    replay: ReplayCounts
 
     def __add__(self, other: _Sums) -> _Sums:
         return _Sums(
@@ -125,9 +172,7 @@ class _Sums:
             self.trained + other.trained,
             self.rows + other.rows,
             self.rollout_logp + other.rollout_logp,
-            None if self.experts is None or other.experts is None else self.experts + other.experts,
-            self.flips + other.flips,
-            self.compared + other.compared,
+            self.replay + other.replay,
         )
 
 
@@ -136,17 +181,10 @@ def _sums(
     rows: Rows,
     scores: TokenScores,
     version: int,
-    num_experts: int,
     resumed: Mapping[int, int],
+    replay: ReplayCounts | None,
 ) -> _Sums:
     mask = batch.loss_mask
-    experts, flips, compared = None, 0, 0
-    if scores.experts is not None and scores.routed is not None:
-        experts = expert_counts(scores.experts[scores.routed], num_experts)
-        if batch.routed is not None and batch.routed_valid is not None:
-            both = scores.routed & batch.routed_valid
-            flips = int(routing_flips(scores.experts[both], batch.routed[both]).sum())
-            compared = int(both.sum())
     return _Sums(
         difference=train_rollout_difference(scores.logp, batch.rollout_logp, mask),
         ratio=ratio_stats(scores.logp, batch.rollout_logp, mask),
@@ -155,9 +193,7 @@ def _sums(
         trained=int(mask.sum()),
         rows=rows.num_rows,
         rollout_logp=float(batch.rollout_logp[mask].sum(dtype=np.float64)),
-        experts=experts,
-        flips=flips,
-        compared=compared,
+        replay=ReplayCounts() if replay is None else replay,
     )
 
 
@@ -168,7 +204,6 @@ def update_metrics(
     scores: TokenScores,
     version: int,
     clock: Phases,
-    num_experts: int,
     resumed: Mapping[int, int],
     gather: Gather = alone,
 ) -> dict[str, float]:
@@ -180,7 +215,9 @@ def update_metrics(
     applied = [r for r in results if r.applied]  # what a skipped step measured may be NaN, and trained nothing
     names = sorted({name for r in applied for name in r.metrics})
     metrics = {name: float(np.mean([r.metrics[name] for r in applied if name in r.metrics])) for name in names}
-    sums = reduce(add, gather(_sums(batch, rows, scores, version, num_experts, resumed)))
+    counts = [r.replay for r in results if r.replay is not None]
+    replay = sum(counts, ReplayCounts()) if counts else None
+    sums = reduce(add, gather(_sums(batch, rows, scores, version, resumed, replay)))
     seconds = clock.seconds("update")
     metrics |= {
         "train/lr": results[-1].lr,
@@ -196,10 +233,8 @@ def update_metrics(
         "offpolicy/lag_mean": sums.lag.mean,
         "offpolicy/lag_max": sums.lag.maximum,
     }
-    if sums.experts is not None:
-        metrics |= load_metrics(sums.experts)
-        if batch.routed is not None:
-            metrics["offpolicy/routing_flips"] = sums.flips / max(sums.compared, 1)
+    if replay is not None:
+        metrics |= sums.replay.metrics()
     if applied:
         metrics |= {
             "train/loss": float(np.mean([r.loss for r in applied])),

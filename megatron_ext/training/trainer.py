@@ -11,13 +11,14 @@ Invariants (``tests/training/test_trainer.py``, over layouts ``tests/integration
 3. Scoring leaves parameters, gradients and optimizer untouched.
 4. A step whose gradient is not finite is skipped and counted, on all ranks; the parameters stay as they were.
 5. Loss, gradients, metrics and scores are those of one rank that ran every row, whatever the layout; ``UpdateResult``
-   but for its scores is the same on every rank.
+   but for its scores and replay counts is the same on every rank.
+6. Micro-batches that carry recorded experts replay them, in every forward and recomputation (``moe.replay``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,9 +31,12 @@ from megatron_ext.losses.protocol import LossInputs, LossTerm
 from megatron_ext.losses.total import needs_entropy_grad, total_loss
 from megatron_ext.models import cpu_platform
 from megatron_ext.models.flops import Passes, Work
-from megatron_ext.models.forward import Routing, moe_layers, packed_logits, record_routing, unwrap
+from megatron_ext.models.forward import Routing, moe_layers, packed_logits, unwrap
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.protocol import RouterPolicy
+from megatron_ext.moe.replay import replaying
+from megatron_ext.moe.replay_tokens import ReplayCounts
+from megatron_ext.moe.tap import MicroRun, RouterTap, recording
 from megatron_ext.training.lockstep import check_count
 from megatron_ext.training.microbatch import MicroBatch
 from megatron_ext.training.phases import span
@@ -63,7 +67,7 @@ class TokenInputs:
 class UpdateResult:
     """``loss``, ``grad_norm`` and ``metrics`` (means) are of the optimizer step over all ranks; ``applied`` is False
     when the step was skipped. ``scores`` are those of the update's own forward on this rank's rows, where it was asked
-    to keep them."""
+    to keep them; ``replay`` counts what was replayed on this rank's rows (None: nothing was asked to be)."""
 
     loss: float
     grad_norm: float
@@ -71,10 +75,11 @@ class UpdateResult:
     applied: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
     scores: TokenScores | None = None
+    replay: ReplayCounts | None = None
 
 
 class Trainer:
-    """Holds DDP-wrapped chunks and their optimizer (``training.optimizer.build``)."""
+    """Holds DDP-wrapped chunks and their optimizer (``training.optimizer.build``). ``tap`` is at their routers."""
 
     def __init__(
         self,
@@ -101,6 +106,7 @@ class Trainer:
         self._schedule = get_forward_backward_func()
         self._sum_over_ranks = reduce_from_tensor_model_parallel_region
         self._moe_layers = moe_layers(self.chunks[0])
+        self.tap = RouterTap(self.chunks)
         self._passes = Passes()
 
     # -- scoring ---------------------------------------------------------------------------------------------------
@@ -109,17 +115,17 @@ class Trainer:
 
         Returns arrays over all ``num_tokens`` tokens of the batch; entries that no micro-batch of this data-parallel
         rank predicts stay 0 (``replica.gather_scores`` fills them). ``record_experts`` also returns what the routers
-        chose, for every token that went through the forward.
+        chose themselves, for every token that went through the forward.
         """
         for chunk in self.chunks:
             chunk.eval()
         try:
-            with torch.no_grad(), record_routing(self.chunks if record_experts else []) as routing:
+            with torch.no_grad(), recording(self.tap) if record_experts else nullcontext() as routing:
                 replies = self.run(micro, self._score_loss, forward_only=True)
         finally:
             for chunk in self.chunks:
                 chunk.train()
-        return self._collect(replies, routing if record_experts else None, micro, num_tokens)
+        return self._collect(replies, routing, micro, num_tokens)
 
     def _collect(
         self, replies: Iterable[Kept], routing: Routing | None, micro: Sequence[MicroBatch], num_tokens: int
@@ -186,8 +192,7 @@ class Trainer:
         # Our weights already hold the global denominator, so both divisions are undone.
         scale = len(micro) * self.context.data_parallel_size
         loss_fn = partial(self._update_loss, inputs=inputs, terms=terms, scale=scale)
-        record = keep_scores and record_experts
-        with record_routing(self.chunks if record else []) as routing:
+        with recording(self.tap) if keep_scores and record_experts else nullcontext() as routing:
             replies = self.run(micro, loss_fn, forward_only=False)
         sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for _, reply in replies:
@@ -214,8 +219,10 @@ class Trainer:
         scores = None
         if keep_scores:
             kept = (kept for kept, _ in replies)
-            scores = self._collect(kept, routing if record else None, micro, len(inputs.weight))
-        return UpdateResult(loss=loss, grad_norm=norm, lr=lr, applied=bool(finite), metrics=metrics, scores=scores)
+            scores = self._collect(kept, routing, micro, len(inputs.weight))
+        counts = [mb.replay.counts for mb in micro if mb.replay is not None]
+        replay = sum(counts, ReplayCounts()) if counts else None
+        return UpdateResult(loss, norm, lr, bool(finite), metrics, scores, replay)
 
     def _update_loss(
         self,
@@ -250,29 +257,41 @@ class Trainer:
     # -- the schedule ----------------------------------------------------------------------------------------------
     def run(self, micro: Sequence[MicroBatch], loss_fn: Any, *, forward_only: bool) -> list[Any]:
         """One pass of Megatron's schedule over the micro-batches, as many on every rank; ``loss_fn(mb, logits)`` gives
-        the loss and a reply. Returns the replies, on the last pipeline stage."""
+        the loss and a reply. Returns the replies, on the last pipeline stage.
+
+        Micro-batches that carry recorded experts replay them; ``ReplayError`` where one was not used exactly once.
+        """
         if not micro:
             raise ValueError("a step needs at least one micro-batch (short ranks get empty ones)")
         check_count(len(micro), self.context)
         work = sum((micro_work(mb) for mb in micro), Work())
         self._passes += Passes(work, Work() if forward_only else work)
 
-        def forward_step(source: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            mb = next(source)
-            logits = packed_logits(model, mb.ids, mb.positions, mb.cu_seqlens, shared=mb.shared)
+        runs: list[tuple[MicroRun, list[int]]] = []
+
+        def forward_step(source: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            number, mb = next(source)
+            run = MicroRun(mb, number, mb.num_tokens)
+            runs.append((run, self.tap.layers_of(model)))
+            logits = packed_logits(model, mb.ids, mb.positions, mb.cu_seqlens, shared=mb.shared, run=run)
             return logits, partial(loss_fn, mb)
 
-        iterators = [iter(micro) for _ in self.chunks]
+        iterators = [enumerate(micro) for _ in self.chunks]
         many = len(self.chunks) > 1
-        return self._schedule(
-            forward_step_func=forward_step,
-            data_iterator=iterators if many else iterators[0],
-            model=self.chunks if many else self.chunks[0],
-            num_microbatches=len(micro),
-            seq_length=max(mb.num_tokens for mb in micro),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        replays = any(mb.replay is not None for mb in micro)
+        with replaying(self.tap) if replays else nullcontext() as replay:
+            replies: list[Any] = self._schedule(
+                forward_step_func=forward_step,
+                data_iterator=iterators if many else iterators[0],
+                model=self.chunks if many else self.chunks[0],
+                num_microbatches=len(micro),
+                seq_length=max(mb.num_tokens for mb in micro),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        if replay is not None:
+            replay.check(runs, backward=not forward_only)
+        return replies
 
     # -- snapshots of weights --------------------------------------------------------------------------------------
     def snapshot(self) -> list[torch.Tensor]:

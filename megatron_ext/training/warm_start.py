@@ -9,12 +9,9 @@ number of them (but for Megatron's auxiliary loss, which is one of a micro-batch
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,11 +33,6 @@ class WarmStartReport:
     loss: float
     dev_success: float
     gate_met: bool
-
-
-def warm_start_key(parts: Mapping[str, Any]) -> str:
-    """Key of a cached warm start: equal parts give equal weights."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def supervised_weights(batch: TrajectoryBatch, observation_weight: float) -> NDArray[np.float32]:

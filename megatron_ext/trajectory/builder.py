@@ -18,7 +18,7 @@ A turn is named by the number it got when it was added (its ``turn_number``), a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as new
 from typing import Any
@@ -30,6 +30,7 @@ from megatron_ext.trajectory.record import (
     TURN_DTYPES,
     Array,
     Field,
+    Ragged,
     RecordError,
     Role,
     SessionKind,
@@ -137,6 +138,7 @@ class TrajectoryBuilder:
         self._sessions: list[_Session] = []
         self._turns: list[_Turn] = []
         self._labels: dict[str, dict[int, int]] = {}
+        self._prepared: dict[str, NDArray[np.int32]] = {}
         self._finished = False
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -231,6 +233,10 @@ class TrajectoryBuilder:
         Where a row was given before, that one stays."""
         self._add_routed(f"{self._name()}, session {session}", self._current(session), routed, routed_from, 0)
 
+    def repeat_routed(self, session: int, other: int) -> None:
+        """Experts of the tokens that the session repeats from the beginning of another one, where it lacks its own."""
+        self._current(session).routed.extend(self._session(other).segment.routed)
+
     def rewrite(self, session: int) -> int:
         """Starts a new segment: the history will be told anew, through ``add_context``. Returns its number within the
         session."""
@@ -262,6 +268,11 @@ class TrajectoryBuilder:
         self._turn(turn)
         self._labels.setdefault(name, {})[turn] = value
 
+    def set_prepared(self, name: str, ids: ArrayLike) -> None:
+        """Ids made ready for scoring (``TrajectoryBatch.prepared``); they never become part of a dialogue."""
+        self._check_open()
+        self._prepared[name] = self._as_ids(ids)
+
     def set_return(self, session: int, turn: int) -> None:
         """Records that the session's result appears in its parent as ``turn``."""
         child = self._session(session)
@@ -271,29 +282,39 @@ class TrajectoryBuilder:
         child.returned_in = turn
 
     # -- finishing -------------------------------------------------------------------------------------------------
-    def finish(self, reward: float, parts: Mapping[str, float], success: bool, status: Status) -> FinishedTrajectory:
-        """Closes the builder. A reward or part that is not finite needs ``REWARD_INVALID`` and is stored as 0."""
+    def finish(
+        self,
+        reward: float,
+        parts: Mapping[str, float],
+        success: bool,
+        status: Status,
+        missing: Collection[str] = (),
+    ) -> FinishedTrajectory:
+        """Closes the builder. A reward or part that is not finite needs ``REWARD_INVALID`` and is stored as 0, but for
+        the parts named ``missing``, which are stored as NaN."""
         self._check_open()
         if not self._sessions:
             raise RecordError(f"{self._name()}: finished without a session")
-        named = {"reward": reward, **parts}
+        named = {"reward": reward, **{name: value for name, value in parts.items() if name not in missing}}
         bad = [f"{name}={value}" for name, value in named.items() if not math.isfinite(value)]
         if bad and status is not Status.REWARD_INVALID:
             raise RecordError(f"{self._name()}: {', '.join(bad)} under status {status.name}; mark it REWARD_INVALID")
-        finite = {name: value if math.isfinite(value) else 0.0 for name, value in named.items()}
+        stored = {name: value if math.isfinite(value) else 0.0 for name, value in named.items()}
+        stored |= {name: math.nan for name in parts if name in missing}
         batch = TrajectoryBatch.part(
             **self._flat(status.trainable),
             trajectory_sessions=np.array([0, len(self._sessions)]),
             group_trajectories=np.array([0, 1]),
             trajectory_id=(self.trajectory_id,),
             sample=np.array([self.sample]),
-            reward=np.array([finite["reward"]]),
+            reward=np.array([stored["reward"]]),
             success=np.array([success]),
             status=np.array([int(status)]),
             harness=(self.harness_id,),
             group_id=("",),
             task_id=("",),
-            reward_parts={name: np.array([finite[name]]) for name in parts},
+            reward_parts={name: np.array([stored[name]]) for name in parts},
+            prepared={name: Ragged.of([ids]) for name, ids in self._prepared.items()},
         )
         self._finished = True
         return FinishedTrajectory(batch)

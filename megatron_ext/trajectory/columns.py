@@ -8,7 +8,7 @@ Invariants (``tests/trajectory/test_columns.py`` asserts each):
 4. Routing is kept in the smallest unsigned type that holds its expert ids.
 
 Columns: ``group_id``, ``task_id``, ``trajectory_id``, ``harness`` (text); ``sample``, ``reward``, ``success``,
-``status``; ``reward_parts/NAME``.
+``status``; ``reward_parts/NAME``; ``prepared/NAME`` (a list of ids).
 Lists over tokens: ``ids``, ``loss_mask``, ``turn``, ``field``, ``rollout_logp``, ``version``, ``weight`` and, where
 recorded, ``routed`` ([L][k] a token) and ``routed_valid``. Masks are one byte a token (Arrow's bool8), so that they are
 read in place.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +35,10 @@ from megatron_ext.trajectory.fields import (
     Array,
     RecordError,
 )
+from megatron_ext.trajectory.ragged import Ragged
 from megatron_ext.trajectory.record import TrajectoryBatch
+
+V = TypeVar("V")
 
 _COUNTS = {"segment_tokens": "segment", "segment_turns": "segment", "session_segments": "session"}
 _RELATIVE = {
@@ -124,6 +127,8 @@ def to_arrow(batch: TrajectoryBatch) -> tuple[pa.RecordBatch, Groups]:
         columns[name] = pa.array(getattr(batch, name))
     for key, values in batch.reward_parts.items():
         columns[f"reward_parts/{key}"] = pa.array(values)
+    for key, ragged in batch.prepared.items():
+        columns[f"prepared/{key}"] = pa.LargeListArray.from_arrays(pa.array(ragged.offsets), _flat(ragged.ids))
     for name in (*SESSION_DTYPES, "session_segments"):
         add("session", name, getattr(batch, name))
     for name in ("segment_tokens", "segment_turns"):
@@ -191,7 +196,10 @@ def from_arrow(rows: pa.RecordBatch, groups: Groups) -> TrajectoryBatch:
             return _moved(values, starts[level], starts[_RELATIVE[name]], 1)
         return values
 
-    def keyed(name: str, of: Callable[[str], Array]) -> dict[str, Array]:
+    def ragged(key: str) -> Ragged:
+        return Ragged(np.asarray(columns[key].offsets), _numbers(columns[key].values))
+
+    def keyed(name: str, of: Callable[[str], V]) -> dict[str, V]:
         return {key.removeprefix(f"{name}/"): of(key) for key in columns if key.startswith(f"{name}/")}
 
     values: dict[str, Any] = {name: take("session", name) for name in (*SESSION_DTYPES, "session_segments")}
@@ -202,6 +210,7 @@ def from_arrow(rows: pa.RecordBatch, groups: Groups) -> TrajectoryBatch:
     values |= {name: tuple(columns[name].to_pylist()) for name in ("trajectory_id", "harness")}
     values["reward_parts"] = keyed("reward_parts", lambda key: _numbers(columns[key]))
     values["turn_labels"] = keyed("turn_labels", lambda key: take("turn", key))
+    values["prepared"] = keyed("prepared", ragged)
     if groups.routed is not None:
         values["routed"] = take("token", "routed").astype(np.dtype(groups.routed), copy=False)
         values["routed_valid"] = take("token", "routed_valid")

@@ -86,6 +86,7 @@ DTYPES: dict[str, Any] = {
     "routed_valid": np.bool_,
 }
 MAP_DTYPES: dict[str, Any] = {"reward_parts": np.float32, "turn_labels": np.int16}
+MAP_FIELDS = (*MAP_DTYPES, "prepared")
 ROUTED_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
 ARRAY_FIELDS = (*DTYPES, "routed")
 TUPLE_FIELDS = ("trajectory_id", "harness", "group_id", "task_id")

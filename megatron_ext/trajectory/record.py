@@ -17,6 +17,10 @@ Invariants (checked on construction; ``tests/trajectory/test_record.py`` asserts
 
 A session that is rewritten or forked starts a new segment. Tokens that the new segment repeats from an older one
 carry mask 0 and turn -1: a model token belongs to exactly one turn.
+
+A COMPRESS session repeats the session that it compresses, its parent, and ends in the summary; the next session of the
+trajectory, of the parent's kind and with the parent's own parent, goes on from there. A SUBAGENT session's parent is
+the session that spawned it; where it was compressed, the last of its sessions holds what it returned.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from megatron_ext.trajectory.fields import (
     ARRAY_FIELDS,
     DTYPES,
     MAP_DTYPES,
+    MAP_FIELDS,
     OFFSETS,
     TOKEN_DTYPES,
     TRAJECTORY_DTYPES,
@@ -45,6 +50,7 @@ from megatron_ext.trajectory.fields import (
     Status,
     frozen,
 )
+from megatron_ext.trajectory.ragged import Ragged
 from megatron_ext.trajectory.validation import validate
 
 __all__ = [
@@ -54,6 +60,7 @@ __all__ = [
     "TURN_DTYPES",
     "Array",
     "Field",
+    "Ragged",
     "RecordError",
     "Role",
     "SessionKind",
@@ -88,7 +95,10 @@ class TrajectoryBatch:
     ``session_return`` int64 [Q, 2], token span in the parent where its result appears, or (-1, -1).
 
     Trajectories: ``trajectory_id`` [J]; ``sample`` int32 [J], number within the group; ``reward`` float32 [J];
-    ``reward_parts`` name -> float32 [J]; ``success`` bool [J]; ``status`` int8 [J]; ``harness`` [J].
+    ``reward_parts`` name -> float32 [J], NaN where the part has no value (the reward holds what its group makes of
+    that, ``rewards/missing.py``); ``success`` bool [J]; ``status`` int8 [J]; ``harness`` [J]; ``prepared``
+    name -> ``Ragged`` of J rows, ids that the harness tokenised for scoring (credit edits make their requests of them)
+    and that were never part of a dialogue; an empty row where it prepared nothing.
 
     Groups: ``group_id`` [G]; ``task_id`` [G].
     """
@@ -125,6 +135,7 @@ class TrajectoryBatch:
     task_id: tuple[str, ...]
     reward_parts: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     turn_labels: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    prepared: Mapping[str, Ragged] = dataclasses.field(default_factory=dict)
     routed: Array | None = None
     routed_valid: Array | None = None
 
@@ -138,7 +149,7 @@ class TrajectoryBatch:
         batch = object.__new__(cls)
         for item in dataclasses.fields(cls):
             value = values.pop(item.name, None)
-            object.__setattr__(batch, item.name, {} if value is None and item.name in MAP_DTYPES else value)
+            object.__setattr__(batch, item.name, {} if value is None and item.name in MAP_FIELDS else value)
         if values:
             raise TypeError(f"TrajectoryBatch has no field {next(iter(values))!r}")
         batch._freeze()
@@ -153,6 +164,7 @@ class TrajectoryBatch:
         for name, dtype in MAP_DTYPES.items():
             values = {key: frozen(f"{name}/{key}", value, dtype) for key, value in getattr(self, name).items()}
             object.__setattr__(self, name, values)
+        object.__setattr__(self, "prepared", dict(self.prepared))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickling gives writeable arrays: freeze them again, so that invariant 8 survives a process boundary."""
@@ -320,8 +332,8 @@ def _join_offsets(arrays: Sequence[Array]) -> Array:
 
 
 def concat(batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
-    """Joins batches in order; the groups of each stay groups of the result. Where a batch lacks a reward part, a label
-    or routing that another has, its own read 0, -1 and not valid."""
+    """Joins batches in order; the groups of each stay groups of the result. Where a batch lacks a reward part, a label,
+    prepared ids or routing that another has, its own read 0, -1, empty and not valid."""
     if not batches:
         raise RecordError("concat needs at least one batch")
     return batches[0] if len(batches) == 1 else TrajectoryBatch(**joined(batches))
@@ -353,6 +365,10 @@ def joined(batches: Sequence[TrajectoryBatch]) -> dict[str, Any]:
         values[name] = {
             k: np.concatenate([getattr(b, name).get(k, np.full(getattr(b, size), fill)) for b in batches]) for k in keys
         }
+    keys = sorted({k for b in batches for k in b.prepared})
+    values["prepared"] = {
+        k: Ragged.concat([b.prepared.get(k, Ragged.empty(b.num_trajectories)) for b in batches]) for k in keys
+    }
     values["routed"], values["routed_valid"] = _concat_optional(batches)
     return values
 
@@ -395,6 +411,7 @@ def _slice_groups(batch: TrajectoryBatch, first: int, last: int) -> TrajectoryBa
     values |= {name: getattr(batch, name)[first:last] for name in ("group_id", "task_id")}
     values["reward_parts"] = {k: v[j0:j1] for k, v in batch.reward_parts.items()}
     values["turn_labels"] = {k: v[n0:n1] for k, v in batch.turn_labels.items()}
+    values["prepared"] = {k: v.between(j0, j1) for k, v in batch.prepared.items()}
     values["routed"] = None if batch.routed is None else batch.routed[t0:t1]
     values["routed_valid"] = None if batch.routed_valid is None else batch.routed_valid[t0:t1]
     return TrajectoryBatch(**values)
@@ -407,12 +424,18 @@ def _same_bits(x: Array, y: Array) -> bool:
     return np.array_equal(x.reshape(-1).view(np.uint8), y.reshape(-1).view(np.uint8))
 
 
+def _same(x: Array | Ragged, y: Array | Ragged) -> bool:
+    if isinstance(x, Ragged) or isinstance(y, Ragged):
+        return isinstance(x, Ragged) and isinstance(y, Ragged) and x.same(y)
+    return _same_bits(x, y)
+
+
 def equal(a: TrajectoryBatch, b: TrajectoryBatch) -> bool:
     """Exact equality of every field, bit for bit."""
     for item in fields(TrajectoryBatch):
         x, y = getattr(a, item.name), getattr(b, item.name)
         if isinstance(x, Mapping):
-            if set(x) != set(y) or any(not _same_bits(x[k], y[k]) for k in x):
+            if set(x) != set(y) or any(not _same(x[k], y[k]) for k in x):
                 return False
         elif isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
             if not _same_bits(x, y):

@@ -130,6 +130,9 @@ def _sizes(batch: TrajectoryBatch) -> None:
         for key, value in parts.items():
             if value.shape != (count,):
                 raise RecordError(f"{key!r}: shape {value.shape}, expected ({count},)")
+    for key, ragged in batch.prepared.items():
+        if len(ragged) != trajectories:
+            raise RecordError(f"prepared {key!r}: {len(ragged)} rows, expected {trajectories}, one a trajectory")
 
 
 def _trajectories(batch: TrajectoryBatch) -> None:
@@ -139,6 +142,9 @@ def _trajectories(batch: TrajectoryBatch) -> None:
         raise RecordError(f"trajectory_id: ids repeat, {name!r} stands there {count} times")
     if (at := _first(~np.isfinite(batch.reward))) is not None:
         raise RecordError(f"trajectory {names[at]!r}: reward is {batch.reward[at]}; mark it REWARD_INVALID")
+    for key, part in batch.reward_parts.items():  # NaN: the trajectory has no value of this part
+        if (at := _first(np.isinf(part))) is not None:
+            raise RecordError(f"trajectory {names[at]!r}: reward part {key!r} is {part[at]}; mark it REWARD_INVALID")
     if (at := _first(_outside(batch.status, Status))) is not None:
         raise RecordError(f"trajectory {names[at]!r}: status {batch.status[at]} is unknown")
 

@@ -46,6 +46,18 @@ def test_a_good_configuration_has_no_problem() -> None:
     assert problems(config(**layout), HF, world_size=8) == []
 
 
+SERVED = {
+    "_target_": "megatron_ext.rewards.model_judge.ModelJudge",
+    "base_url": "http://localhost:30000/v1",
+    "model": "judge",
+}
+JUDGED = {
+    "_target_": "megatron_ext.rewards.judge_reward.JudgeReward",
+    "judge": SERVED,
+    "labels": {"D": 0, "N": 1},
+    "default": "N",
+}
+TOOLS = "megatron_ext.harness.tools.ToolHarness"
 BAD: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"parallel__tensor": 3, "parallel__sequence": True}, 3, ["8 attention heads", "4 key-value groups"]),
     ({"parallel__tensor": 8, "parallel__sequence": True}, 8, ["4 key-value groups"]),
@@ -77,6 +89,7 @@ BAD: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"tasks__train_tasks": 3}, 1, ["shorter than a step"]),
     ({"batch__tokens_per_microbatch": 100}, 1, ["tokens_per_microbatch=100", "512 tokens"]),
     ({"rollout__max_new_tokens": 512}, 1, ["max_new_tokens=512", "max_context=512"]),
+    ({"harness": {"_target_": TOOLS, "context_budget": 512}}, 1, ["harness.context_budget=512", "max_context=512"]),
     ({"rollout__temperature": 0.0}, 1, ["temperature=0.0", "above 0"]),
     ({"rollout__temperature": float("nan")}, 1, ["temperature=nan"]),
     ({"rollout__top_p": 0.0}, 1, ["top_p"]),
@@ -87,7 +100,7 @@ BAD: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"run__steps": -1}, 1, ["run.steps=-1"]),
     ({"model__max_context": 4096, "batch__tokens_per_microbatch": 4096}, 1, ["2048 positions"]),
     ({"optimizer__schedule": "step"}, 1, ["optimizer.schedule=step", "constant, cosine, linear"]),
-    ({"loss__aggregation": "mean"}, 1, ["token_mean, row_mean, turn_mean, trajectory_mean, prompt_mean"]),
+    ({"loss__aggregation": "mean"}, 1, ["token_mean, row_mean, session_mean, turn_mean, trajectory_mean, prompt_mean"]),
     (
         {"batch__share_prefixes": True, "parallel__context": 2},
         2,
@@ -125,6 +138,10 @@ BAD: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"harness": {"_target_": f"{HERE}.Refuses"}}, 1, ["harness: ", "Refuses: never"]),
     ({"rewards": {"a": {"_target_": f"{HERE}.Anything", "cap": -1}}}, 1, ["rewards.a.cap must be > 0"]),
     ({"rewards": {"a": {"_target_": f"{HERE}.Breaks"}}}, 1, ["rewards.a: ZeroDivisionError"]),
+    ({"rewards": {"a": JUDGED | {"info": ["goals", "score"]}}}, 1, ["rewards.a: ", "'score'", "tells the outcome"]),
+    ({"rewards": {"a": JUDGED | {"default": "X"}}}, 1, ["rewards.a: ", "default names 'X'"]),
+    ({"rewards": {"a": JUDGED | {"judge": SERVED | {"attempts": 0}}}}, 1, ["rewards.a: ", "attempts=0"]),
+    ({"rewards": {"a": JUDGED, "b": JUDGED}}, 1, ["rewards.a and rewards.b both label turns as 'role'"]),
     ({"loss__terms": {"p": {"_target_": f"{HERE}.Refuses", "order": 1}}}, 1, ["loss.terms.p: ", "never"]),
     ({"tracking": {"w": {"_target_": f"{HERE}.Refuses"}}}, 1, ["tracking.w: ", "never"]),
     ({"tasks__environment": "gmae"}, 1, ["tasks.environment=gmae", "game"]),
@@ -144,10 +161,35 @@ BAD: list[tuple[dict[str, Any], int, list[str]]] = [
         1,
         ["a and b each set the scale"],
     ),
+    ({"rollout__replay_routing": True}, 1, ["replay_routing=true: nothing is recorded", "record_routing=true"]),
+    (
+        {"rollout__replay_routing": True, "rollout__record_routing": True, "rollout__replay_missing": "guess"},
+        1,
+        ["replay_missing=guess", "error", "live"],
+    ),
+    (
+        {
+            "model__router": {"_target_": "megatron_ext.moe.policies.FrozenRouter", "in_warm_start": True},
+            "warm_start__enabled": True,
+            "warm_start__aux_loss_coefficient": 0.01,
+        },
+        1,
+        ["warm_start.aux_loss_coefficient=0.01: model.router.in_warm_start=true keeps the auxiliary loss off"],
+    ),
     (
         {"model__router": {"_target_": f"{HERE}.ClosedRouter"}, "model__aux_loss_coefficient": 0.01},
         1,
         ["aux_loss_coefficient=0.01", "ClosedRouter"],
+    ),
+    (
+        {"model__router": {"_target_": "megatron_ext.moe.policies.FrozenRouter", "consistency": 0.01}},
+        1,
+        ["model.router", "frozen", "consistency=0.01", "StructuredRouter"],
+    ),
+    (
+        {"model__router": {"_target_": "megatron_ext.moe.structured.StructuredRouter", "pull": "none"}},
+        1,
+        ["model.router", "pull=none", "selective, all, off"],
     ),
 ]
 
@@ -180,6 +222,10 @@ def test_every_plug_point_that_refuses_is_named() -> None:
     terms = {name: {"_target_": f"{HERE}.Refuses"} for name in "abc"}
     found = problems(config(loss__terms=terms, rewards=terms), HF)
     assert len(found) == 6 and sum(line.startswith("loss.terms.") for line in found) == 3
+
+
+def test_a_judge_is_checked_and_not_asked() -> None:
+    assert problems(config(rewards={"a": JUDGED, "b": JUDGED | {"label": "kind"}}), HF) == []
 
 
 def test_one_edit_may_set_the_scale() -> None:

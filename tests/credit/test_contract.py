@@ -1,4 +1,7 @@
-"""Every registered credit edit against the contract of ``credit/protocol.py``; and the contract against bad edits."""
+"""The contract of ``credit/protocol.py`` against bad edits, and the numbers of the edits that several systems share.
+
+``test_every_method.py`` runs the contract over every credit method there is.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,8 @@ from megatron_ext.credit.edits.length_penalty import LengthPenalty
 from megatron_ext.credit.edits.whiten import Whiten
 from megatron_ext.credit.levels import trained_tokens
 from megatron_ext.credit.protocol import CreditView, EditTraits, ScoreRequest, Stat
-from tests.helpers.credit_contract import MakeEdit, advantage, check_contract, check_ranks
+from tests.helpers.credit_contract import advantage, check_contract, check_ranks, never_broken
 from tests.helpers.records import Group, Traj, build, model, random_groups, single, user
-
-EDITS: Mapping[str, MakeEdit] = {
-    "whiten_tokens": lambda: Whiten(over="tokens"),
-    "whiten_tokens_centred": lambda: Whiten(over="tokens", center=True),
-    "whiten_turns": lambda: Whiten(over="turns", ddof=1),
-    "whiten_turns_centred": lambda: Whiten(over="turns", center=True),
-    "whiten_trajectories": lambda: Whiten(over="trajectories"),
-    "whiten_trajectories_centred": lambda: Whiten(over="trajectories", center=True),
-    "length_tokens": lambda: LengthPenalty(coefficient=0.5, free=3, limit=12),
-    "length_turns": lambda: LengthPenalty(coefficient=0.5, free=1, limit=6, unit="turns", successes_only=True),
-}
-every_edit = pytest.mark.parametrize("make", EDITS.values(), ids=EDITS.keys())
-
-
-@every_edit
-@pytest.mark.parametrize("seed", range(4))
-def test_contract(make: MakeEdit, seed: int) -> None:
-    check_contract(make, random_groups(seed, groups=5), seed=seed)
-
-
-@every_edit
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_split_over_ranks(make: MakeEdit, ranks: int) -> None:
-    check_ranks(make, random_groups(7, groups=6), ranks, exact=True)
-    check_ranks(make, random_groups(8, groups=2), ranks, exact=True)  # fewer groups than ranks: some hold nothing
-
-
-@every_edit
-def test_state_round_trip(make: MakeEdit) -> None:
-    batch = build(random_groups(3))
-    one, other = make(), make()
-    other.load_state_dict(one.state_dict())
-    assert np.array_equal(advantage(lambda: one, batch).advantage, advantage(lambda: other, batch).advantage)
 
 
 @dataclass(frozen=True)
@@ -102,6 +72,12 @@ class Bad:
 def test_the_contract_catches_an_undeclared_break(kind: str, breaks: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_contract(lambda: Bad(kind, EditTraits(breaks=frozenset(breaks))), random_groups(1, groups=5))
+
+
+def test_the_contract_names_what_is_declared_broken_and_never_was() -> None:
+    batches = [random_groups(seed, groups=4) for seed in range(3)]
+    assert never_broken(lambda: Bad("constant", EditTraits(breaks=frozenset("efd"))), batches) == {"d"}
+    assert never_broken(lambda: Bad("per_segment", EditTraits(breaks=frozenset("b"))), batches) == set()
 
 
 def test_the_contract_catches_a_statistic_that_was_not_reduced() -> None:

@@ -1,4 +1,4 @@
-"""Invariants 1-5 of ``credit/pipeline.py``, and how statistics combine."""
+"""Invariants 1-6 of ``credit/pipeline.py``, and how statistics combine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from megatron_ext.credit.base import Baseline
 from megatron_ext.credit.edits.length_penalty import LengthPenalty
 from megatron_ext.credit.edits.whiten import Whiten
 from megatron_ext.credit.pipeline import Pipeline, by_edit, combine, flat, local, open_view
-from megatron_ext.credit.protocol import CreditEdit, CreditError, CreditView, EditTraits, Reduce, Slot, Stat
+from megatron_ext.credit.protocol import Counter, CreditEdit, CreditError, CreditView, EditTraits, Reduce, Slot, Stat
 from megatron_ext.credit.scoring import ScoreReply, ScoreRequest
+from megatron_ext.tracking import names
 from megatron_ext.tracking.names import lookup
 from megatron_ext.trajectory.record import TrajectoryBatch, equal, select_groups
+from tests.helpers.credit_contract import check_ranks
 from tests.helpers.records import build, model, random_groups, single, user
 
 
@@ -266,3 +268,56 @@ def test_combine_over_ranks() -> None:
         combine([rank(1.0), {k: v for k, v in rank(1.0).items() if k != "max"}])
     with pytest.raises(CreditError, match="'x': ranks disagree"):
         combine([{"x": Stat(Reduce.SUM, np.ones(1))}, {"x": Stat(Reduce.MAX, np.ones(1))}])
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Keeps the advantage and counts; ``off`` is the advantage it claims its off arm has, as a multiple."""
+
+    off: float | None = None
+    name: str = "turns"
+    traits: EditTraits = EditTraits()
+
+    def requests(self, view: CreditView) -> Sequence[ScoreRequest]:
+        return ()
+
+    def local_stats(self, view: CreditView) -> Mapping[str, Stat]:
+        return {}
+
+    def apply(self, view: CreditView, reduced: Mapping[str, NDArray[Any]]) -> CreditView:
+        assert not view.counters and view.off is None, "of the edit before"
+        tokens = view.turns.tokens
+        counters = {
+            self.name: Counter.count(tokens > 0),
+            "tokens": Counter.mean(tokens, tokens > 0),
+            "silent": Counter.share(tokens == 0),
+            "nothing": Counter.mean(tokens, tokens > 10**6),
+        }
+        return replace(view, counters=counters, off=None if self.off is None else self.off * view.advantage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """No state."""
+
+
+def test_counters_are_of_all_ranks_and_of_one_edit() -> None:  # invariant 6
+    batch = build(random_groups(4, groups=6))
+    check_ranks(Counting, random_groups(4, groups=6), 4, exact=True)
+    view, reports = Pipeline([("a", Counting()), ("b", Counting(name="other"))]).run(open_view(batch))
+    tokens = view.turns.tokens
+    assert reports[0].counters == {
+        "count/turns": np.count_nonzero(tokens),
+        "mean/tokens": pytest.approx(tokens[tokens > 0].mean()),
+        "share/silent": pytest.approx(np.mean(tokens == 0)),
+    }  # a mean of nothing is left out
+    assert "count/turns" not in reports[1].counters and not view.counters
+    names.check(reports[0].metrics())
+
+
+def test_changed_tokens_count_against_the_off_arm_that_an_edit_gives() -> None:
+    batch = build(random_groups(4, groups=6))
+    moved = int(np.count_nonzero(Baseline().tokens(batch, batch.reward)))
+    _, reports = Pipeline([("same", Counting()), ("other", Counting(off=2.0))]).run(open_view(batch))
+    assert [report.changed for report in reports] == [0, moved]

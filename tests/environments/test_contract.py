@@ -22,8 +22,14 @@ from megatron_ext.environments.protocol import (
     ToolCall,
     key_of,
 )
+from megatron_ext.environments.records.environment import Records
+from megatron_ext.environments.records.layout import SHELVES
+from megatron_ext.environments.search.environment import Search
+from megatron_ext.environments.search.names import WORDS
 from megatron_ext.environments.splits import SPLITS, NotEnoughTasks
+from megatron_ext.environments.textworld.games import TextWorld
 from megatron_ext.environments.textworld_express import TextWorldExpress
+from megatron_ext.environments.textworld_names import ADJECTIVES, NOUNS
 from megatron_ext.environments.worker import build_environment
 from megatron_ext.trajectory.task import Task
 
@@ -48,6 +54,7 @@ def game(
 
 
 KITCHEN = {"numLocations": 1, "numDistractorItems": 2, "includeDoors": 0, "limitInventorySize": 0}
+ROOMS = {"rooms": 2, "locks": 2, "containers": 3, "distractors": 3, "supporters": 2}
 FAMILIES = {"chain_sum": {"min_terms": 3, "max_terms": 4}, "letter_counting": {}, "number_sorting": {"max_numbers": 4}}
 CASES = {
     "peckingorder": game("peckingorder", 8),
@@ -60,8 +67,12 @@ CASES = {
     "simonsays-memory": game("simonsays", 6, {"gameLength": 6, "memorization": 1, "verbose": 1}),
     "arithmetic": game("arithmetic", 4, lucky=0.1),
     "twc": game("twc", 20, {"numLocations": 1, "numItemsToPutAway": 2}, rename=False, lucky=0.4),
+    "textworld": Case({"_target_": f"{PACKAGE}.textworld.games.TextWorld"}, 8),
+    "textworld-rooms": Case({"_target_": f"{PACKAGE}.textworld.games.TextWorld", "size": ROOMS}, 16),
     "reasoning_gym": Case({"_target_": f"{PACKAGE}.reasoning_gym.ReasoningGym", "families": FAMILIES}, 1),
+    "search": Case({"_target_": f"{PACKAGE}.search.environment.Search", "worlds": 8}, 12),
     "calculator": Case({"_target_": f"{PACKAGE}.calculator.Calculator"}, 6),
+    "records": Case({"_target_": f"{PACKAGE}.records.environment.Records"}, 8),
     "task_file": Case({"_target_": f"{PACKAGE}.task_file.TaskFile", "reward": "grading:exact"}, 1),
 }
 
@@ -202,8 +213,16 @@ def test_bad_actions_are_answered_and_the_end_is_an_end(environment: Any, case: 
 
 
 def random_action(environment: Any, rng: Random) -> Action:
-    if isinstance(environment, TextWorldExpress):
+    if isinstance(environment, TextWorld | TextWorldExpress):
         return rng.choice(environment.valid_actions())
+    if isinstance(environment, Search):
+        name = " ".join(rng.choice(words) for words in WORDS[rng.choice(("person", "company", "city"))])
+        tool, argument = rng.choice((("search", "query"), ("answer", "value"), ("spawn_subagent", "query")))
+        return ToolCall(tool, {argument: name})
+    if isinstance(environment, Records):
+        tool = rng.choice(environment.tools())
+        values = {"name": " ".join(rng.choice(words) for words in (ADJECTIVES, NOUNS)), "shelf": rng.choice(SHELVES)}
+        return ToolCall(tool.name, {key: values[key] for key in tool.parameters["required"]})
     if environment.tools():
         number = rng.randint(0, 200)
         if rng.random() < 0.5:
@@ -241,7 +260,7 @@ def test_splits_share_no_content(environment: Any, name: str) -> None:
     content: dict[str, set[str]] = {}
     for split in SPLITS:
         tasks = environment.tasks(split, count)
-        if isinstance(environment, TextWorldExpress):
+        if isinstance(environment, TextWorld | TextWorldExpress):
             content[split] = {environment.fingerprint(task.seed, split) for task in tasks}
         else:
             content[split] = {start(environment, task).text for task in tasks}

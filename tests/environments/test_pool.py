@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.environments.pool import EnvironmentFailed, EnvironmentPool, EnvReply, PoolError, ReplyKind
+from megatron_ext.environments.protocol import Action, SessionChange, ToolCall
 from megatron_ext.trajectory.task import Task
+from tests.helpers.errands import ERRANDS
 
 HERE = str(Path(__file__).parent)
 TROUBLE = {"_target_": "troublesome.Troublesome"}
@@ -51,7 +54,7 @@ def gather(pool: EnvironmentPool, count: int, seconds: float = 10.0) -> dict[str
     return replies
 
 
-def play(pool: EnvironmentPool, actions: dict[str, str]) -> dict[str, EnvReply]:
+def play(pool: EnvironmentPool, actions: Mapping[str, Action]) -> dict[str, EnvReply]:
     for episode, action in actions.items():
         pool.step(episode, action)
     return gather(pool, len(actions))
@@ -201,6 +204,28 @@ def test_helpers_name_tasks_by_key_and_do_not_depend_on_the_number_of_workers() 
     assert made[0] != made[50], "a task listed again is played with other mistakes"
 
 
+def test_demonstrations_keep_summaries_and_labels_are_those_declared() -> None:
+    environments = {"errands": ERRANDS, "odd": {"_target_": "tests.helpers.errands.Mislabelled"}}
+    with EnvironmentPool(environments, workers=1, deadline_s=5.0) as pool:
+        (errand,) = pool.tasks("errands", "train", 1)
+        (demo,) = pool.demonstrate("errands", [errand], mistake_rate=0.0, seed=1, max_turns=30)
+        assert demo.success and len(demo.summaries) == len(demo.steps) == 9
+        assert demo.summaries[0] == "at " and demo.summaries[1].startswith("at 0 ")
+        changes = [SessionChange.STAY, SessionChange.OPEN, SessionChange.STAY, SessionChange.CLOSE]
+        assert [observation.session for _, observation in demo.steps] == [*changes, *changes, SessionChange.STAY]
+        # An episode inside a sub-agent survives the death of its worker.
+        pool.reset("a", errand)
+        gather(pool, 1)
+        assert play(pool, {"a": ToolCall("send", {"number": 1})})["a"].state_hash
+        os.kill(pool.worker_pids()[0], signal.SIGKILL)
+        reply = play(pool, {"a": ToolCall("report", {"word": "x"})})["a"]
+        assert reply.observation is not None and reply.observation.session is SessionChange.CLOSE
+        pool.reset("b", replace(errand, environment="odd"))
+        gather(pool, 1)
+        reply = play(pool, {"b": ToolCall("look", {"number": 0})})["b"]
+        assert reply.error is not None and "label 'operation' = 7 is not declared by label_words()" in reply.error
+
+
 @pytest.mark.parametrize("trouble", ["hang", "die", "raise"])
 def test_trouble_in_a_helper_raises_and_leaves_episodes_alone(trouble: str) -> None:
     config = {"trouble": TROUBLE, "bad": {**TROUBLE, "scripted": trouble}}
@@ -239,7 +264,9 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
 DRIVER = """
 import sys, time
 from megatron_ext.environments.pool import EnvironmentPool
+from megatron_ext.environments.protocol import Action, SessionChange, ToolCall
 from megatron_ext.trajectory.task import Task
+from tests.helpers.errands import ERRANDS
 game = {"_target_": "megatron_ext.environments.textworld_express.TextWorldExpress", "game": "coin"}
 pool = EnvironmentPool({"game": game, "trouble": {"_target_": "troublesome.Troublesome"}}, workers=2, deadline_s=600)
 pool.tasks("game", "train", 1)

@@ -12,11 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.environments.protocol import Observation, ToolCall, ToolSpec
+from megatron_ext.harness.answers import AnswerCall
 from megatron_ext.harness.protocol import Harness, Parsed
 from megatron_ext.harness.schema import first_problem
 from megatron_ext.harness.text import TextHarness
 from megatron_ext.harness.tools import ToolHarness
-from megatron_ext.trajectory.record import Role
+from megatron_ext.trajectory.record import Role, SessionKind
 from megatron_ext.trajectory.task import Task
 
 TASK = Task("calc/train/1", "calc", 1, "train")
@@ -41,6 +42,10 @@ HARNESSES: list[Harness] = [
     TextHarness(system="Be brief.", show_tools=True),
     ToolHarness(),
     ToolHarness(system="Compute.", show_schema=False),
+    ToolHarness(system="Compute.", subagent_system="Help.", context_budget=500, summary_tokens=9, answer_tool="add"),
+    TextHarness(
+        system="Be brief.", subagent_system="", context_budget=1, compress_prompt="Sum up.", resume_prompt="On."
+    ),
 ]
 
 json_values = st.recursive(
@@ -103,23 +108,64 @@ def test_parse_never_raises(harness: Harness, text: str) -> None:
 @pytest.mark.parametrize("harness", HARNESSES, ids=repr)
 def test_no_state_between_calls(harness: Harness) -> None:
     twin, first = copy.deepcopy(harness), Observation("You wake up.")
-    once = (harness.opening(TASK, first, TOOLS), harness.parse("go", TOOLS), harness.reply(first))
+
+    def everything() -> list[object]:
+        said: list[object] = [harness.opening(TASK, first, TOOLS, kind) for kind in SessionKind]
+        said += [harness.parse("go", TOOLS), harness.reply(first), harness.compress(), harness.resume()]
+        return [*said, harness.fields("go"), harness.read_summary("go")]
+
+    once = everything()
     for text in ("", "<tool_call>{}</tool_call>", "look"):
         harness.parse(text, TOOLS)
         harness.malformed("no")
-    assert once == (harness.opening(TASK, first, TOOLS), harness.parse("go", TOOLS), harness.reply(first))
+    assert once == everything()
     assert harness == twin and pickle.loads(pickle.dumps(harness)) == harness
     assert harness.harness_id
 
 
 @pytest.mark.parametrize("harness", HARNESSES, ids=repr)
 def test_messages_carry_the_observation_and_no_model_turn(harness: Harness) -> None:
-    opening = harness.opening(TASK, Observation("You wake up."), TOOLS)
-    assert opening[-1].content == "You wake up." and opening[-1].role is Role.USER
-    assert all(message.role is Role.SYSTEM for message in opening[:-1])
+    for kind in (SessionKind.NORMAL, SessionKind.SUBAGENT):
+        opening = harness.opening(TASK, Observation("You wake up."), TOOLS, kind)
+        assert opening[-1].content == "You wake up." and opening[-1].role is Role.USER
+        assert all(message.role is Role.SYSTEM for message in opening[:-1])
     reply = harness.reply(Observation("It rains."))
     assert [message.content for message in reply] == ["It rains."]
-    assert all(message.role is not Role.MODEL for message in [*opening, *reply])
+    assert all(message.role is not Role.MODEL for message in [*opening, *reply, *harness.compress(), *harness.resume()])
+
+
+@pytest.mark.parametrize("harness", HARNESSES, ids=repr)
+@given(text=garbage)
+def test_a_summary_is_what_the_turn_says(harness: Harness, text: str) -> None:
+    summary = harness.read_summary(text)
+    assert summary in text and summary == summary.strip()
+    assert harness.compress() and harness.resume()
+    assert harness.context_budget is None or harness.context_budget >= 1
+
+
+def test_a_sub_agent_has_a_system_prompt_of_its_own() -> None:
+    first, sub = Observation("Hi"), SessionKind.SUBAGENT
+    for make in (TextHarness, lambda **more: ToolHarness(show_schema=False, **more)):
+        said = [make(system="A", subagent_system=own).opening(TASK, first, TOOLS, sub) for own in (None, "", "B")]
+        assert [[message.content for message in messages] for messages in said] == [["A", "Hi"], ["Hi"], ["B", "Hi"]]
+        assert make(system="A", subagent_system="B").opening(TASK, first, TOOLS)[0].content == "A"
+
+
+def test_the_gold_answer_as_a_call() -> None:
+    task = Task("calc/train/1", "calc", 1, "train", {"answer": ["a", "b\n"]})
+    harness = ToolHarness(answer_tool="submit", answer_argument="answers")
+    call = harness.answer_call(task, TOOLS)
+    assert call is not None and call.text[call.start : call.end] == '["a", "b\\n"]'
+    assert harness.parse(call.text, TOOLS).action == ToolCall("submit", {"answers": ["a", "b\n"]})
+    say = ToolSpec("say", "", {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]})
+    for gold, cut in (('x"y', 'x\\"y'), ("say", "say"), ("", ""), ("é", "é")):
+        task = Task("calc/train/1", "calc", 1, "train", {"answer": gold})
+        call = ToolHarness(answer_tool="say").answer_call(task, (say,))
+        assert (
+            call is not None and call.text[call.start : call.end] == cut and call.text[call.end :] == '"}}</tool_call>'
+        )
+    assert ToolHarness(answer_tool="say").answer_call(TASK, (say,)) == AnswerCall(), "no gold answer"
+    assert ToolHarness().answer_call(task, (say,)) is None and TextHarness().answer_call(task, (say,)) is None
 
 
 def test_text_action_is_the_stripped_text() -> None:

@@ -75,6 +75,8 @@ class Page:
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.problems.append(params["entry"]["text"])
         elif method == "Network.requestWillBeSent" and params["type"] != "Document":
+            if params["request"]["url"].startswith("data:"):
+                return  # a picture that the page holds itself
             self.problems.append(f"requested {params['request']['url']}")
 
     def attach(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from megatron_ext.trajectory.record import Role, SessionKind, Status, TrajectoryBatch
+from megatron_ext.trajectory.record import Ragged, Role, SessionKind, Status, TrajectoryBatch
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Turn:
     state_key: int = 0
     action_key: int = 0
     label: int = -1
+    returns: int = -1  # the session of its trajectory whose result this message brings
 
 
 Segment = tuple[Turn, ...]
@@ -47,6 +48,8 @@ class Traj:
     success: bool = False
     status: Status = Status.DONE
     name: str = ""
+    kinds: tuple[SessionKind, ...] = ()  # of its sessions; none given: a normal one, then sub-agents
+    answer: tuple[int, ...] = ()  # ids of the right answer, prepared for scoring
 
 
 Group = tuple[Traj, ...]
@@ -111,16 +114,23 @@ def build(groups: Sequence[Group], *, routed: tuple[int, int] | None = None) -> 
     for g, group in enumerate(groups):
         for s, trajectory in enumerate(group):
             number, first_session = 0, columns.size("session_kind")
+            returned: dict[int, tuple[int, int]] = {}
             for index, session in enumerate(trajectory.sessions):
                 for segment in session:
                     for turn in segment:
+                        if turn.returns >= 0:
+                            returned[turn.returns] = (columns.size("ids"), columns.size("ids") + len(turn.ids))
                         _add_turn(columns, turn, number)
                         number += turn.role is not None
                     offsets["segment_tokens"].append(columns.size("ids"))
                     offsets["segment_turns"].append(columns.size("turn_role"))
                 offsets["session_segments"].append(len(offsets["segment_tokens"]) - 1)
                 kind = SessionKind.NORMAL if index == 0 else SessionKind.SUBAGENT
-                columns.add(session_kind=int(kind), session_parent=-1 if index == 0 else first_session)
+                kind = trajectory.kinds[index] if trajectory.kinds else kind
+                parent = _parent(trajectory.kinds, kind, index)
+                columns.add(session_kind=int(kind), session_parent=parent if parent < 0 else first_session + parent)
+            for index in range(len(trajectory.sessions)):
+                columns.add(session_return=returned.get(index, (-1, -1)))
             offsets["trajectory_sessions"].append(len(offsets["session_segments"]) - 1)
             names.append(trajectory.name or f"g{g}/s{s}")
             columns.add(sample=s, reward=trajectory.reward, success=trajectory.success, status=int(trajectory.status))
@@ -134,14 +144,30 @@ def build(groups: Sequence[Group], *, routed: tuple[int, int] | None = None) -> 
     return TrajectoryBatch(
         **arrays,
         **{name: np.array(value) for name, value in offsets.items()},
-        session_return=np.full((len(arrays["session_kind"]), 2), -1),
+        session_return=np.array(columns.values.get("session_return", []), dtype=np.int64).reshape(-1, 2),
         trajectory_id=tuple(names),
         harness=("text",) * len(names),
         group_id=tuple(f"group{g}" for g in range(len(groups))),
         task_id=tuple(f"task{g}" for g in range(len(groups))),
         reward_parts={"half": arrays["reward"] / 2},
-        turn_labels={"stage": label},
+        turn_labels={"stage": label, "role": label},
+        prepared={"ready": Ragged.of([np.arange(j % 3) + j for j in range(len(names))]), **_answers(groups)},
     )
+
+
+def _parent(kinds: Sequence[SessionKind], kind: SessionKind, index: int) -> int:
+    """A sub-agent is of the first session, a compression of the normal one before it."""
+    if index == 0 or kind is SessionKind.NORMAL:
+        return -1
+    return max(i for i in range(index) if i == 0 or (kind is SessionKind.COMPRESS and kinds[i] is SessionKind.NORMAL))
+
+
+def _answers(groups: Sequence[Group]) -> dict[str, Ragged]:
+    """What a harness prepares of the right answers, when a trajectory has one."""
+    answers = [trajectory.answer for group in groups for trajectory in group]
+    if not any(answers):
+        return {}
+    return {"answer_prefix": Ragged.of([(90, 91) if a else () for a in answers]), "answer": Ragged.of(answers)}
 
 
 COLUMNS = (
@@ -223,6 +249,25 @@ def random_groups(
     return [tuple(trajectory(f"r{seed}/g{g}/s{s}") for s in range(pick(samples))) for g in range(groups)]
 
 
+def with_answers(groups: Sequence[Group], seed: int) -> list[Group]:
+    """The groups as a search agent's: sessions of all kinds, results of sub-agents, right answers for most."""
+    rng = np.random.default_rng(seed)
+    later = (SessionKind.NORMAL, SessionKind.COMPRESS, SessionKind.SUBAGENT)
+
+    def one(trajectory: Traj) -> Traj:
+        kinds = (SessionKind.NORMAL, *(later[int(rng.integers(3))] for _ in trajectory.sessions[1:]))
+        first, *others = trajectory.sessions
+        results = [i for i, kind in enumerate(kinds) if kind is SessionKind.SUBAGENT and rng.random() < 0.8]
+        segment: list[Turn] = []
+        for turn in first[-1]:
+            brings = turn.role is Role.USER and bool(segment) and bool(results)
+            segment.append(replace(turn, returns=results.pop()) if brings else turn)
+        answer = tuple(int(x) for x in rng.integers(0, 100, int(rng.integers(0, 4))))
+        return replace(trajectory, sessions=((*first[:-1], tuple(segment)), *others), kinds=kinds, answer=answer)
+
+    return [tuple(one(trajectory) for trajectory in group) for group in groups]
+
+
 def random_batch(seed: int, *, routed: tuple[int, int] | None = None, **values: Any) -> TrajectoryBatch:
     return build(random_groups(seed, **values), routed=routed)
 
@@ -249,8 +294,9 @@ def split(groups: Sequence[Group], seed: int, *, into: str = "segments") -> list
 
     def cut_trajectory(trajectory: Traj) -> Traj:
         parts = tuple(tuple(part for segment in session for part in cut(segment)) for session in trajectory.sessions)
-        if into == "sessions":
-            parts = tuple((segment,) for session in parts for segment in session)
+        if into == "sessions":  # what was said of the sessions that there were is not true of the parts
+            parts = tuple((tuple(replace(turn, returns=-1) for turn in s),) for session in parts for s in session)
+            return replace(trajectory, sessions=parts, kinds=())
         return replace(trajectory, sessions=parts)
 
     return [tuple(cut_trajectory(t) for t in group) for group in groups]

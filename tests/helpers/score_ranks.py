@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +16,12 @@ from megatron_ext.credit.score_plan import ScoreWeights, plan_scores, score_rows
 from megatron_ext.credit.scoring import ScoreError, ScoreOutputs, ScoreRequest
 from megatron_ext.models.forward import packed_logits, unwrap
 from megatron_ext.models.parallel import ParallelContext, initialize, shutdown
-from megatron_ext.training.score_execution import execute_plan
+from megatron_ext.moe.replay_tokens import ReplayRule
+from megatron_ext.training.score_execution import Recorded, execute_plan
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.records import random_batch
+from tests.helpers.replaying import randomly_routed
 from tests.helpers.tiny_scorer import ask, hint
 from tests.helpers.training import BACKEND, TINY, make_trainer
 
@@ -45,7 +48,8 @@ def table(value_head: bool = False) -> dict[str, ScoreWeights]:
 
 
 def some_batch() -> TrajectoryBatch:
-    return random_batch(5)
+    """With recorded experts that no router would choose; ``deep`` has more layers than were recorded."""
+    return randomly_routed(random_batch(5))
 
 
 def some_requests(batch: TrajectoryBatch) -> list[ScoreRequest]:
@@ -67,6 +71,11 @@ def some_requests(batch: TrajectoryBatch) -> list[ScoreRequest]:
             ScoreRequest.likelihood(segment, [5, 110], context_ids=np.array([1, 2, 3]), weights_ref="snapshot"),
             ask(segment, None, [], "current", ALL),
         ]
+        # An engine recorded what led to the last sampled token: up to there experts can be replayed.
+        sampled = np.flatnonzero(batch.version[first:end] >= 0)
+        if len(sampled) and sampled[-1] > 1:
+            replayed = ask(segment, None, np.arange(first + 1, first + sampled[-1] + 1), "current", ALL)
+            made.append(replace(replayed, replay_routing=True))
     return made
 
 
@@ -91,7 +100,10 @@ def run_plan(parallel: Mapping[str, Any], cap: int, chosen: Sequence[Sequence[in
         requests = some_requests(batch)
         mine = [requests[i] for i in chosen[context.data_parallel_rank % len(chosen)]]
         before = trainer.snapshot()
-        replies = execute_plan(trainer, plan_scores(mine, batch, table()), snapshots, tokens_per_microbatch=cap)
+        recorded = Recorded(batch, ReplayRule.of(MODELS[kind])) if kind == "moe" else None
+        mine = [request for request in mine if recorded is not None or not request.replay_routing]
+        plan = plan_scores(mine, batch, table())
+        replies = execute_plan(trainer, plan, snapshots, tokens_per_microbatch=cap, recorded=recorded)
         assert all(torch.equal(a, b) for a, b in zip(before, trainer.snapshot(), strict=True))
         assert all(chunk.training for chunk in trainer.chunks)
         return [reply.arrays() for reply in replies]
@@ -111,11 +123,38 @@ def run_naive() -> list[Answer]:
             own = trainer.snapshot()
             if row.request.weights_ref == "snapshot":
                 trainer._write(snapshots["snapshot"])
-            answers.append(_naive(trainer, row.request, row.ids, row.place, row.weights.temperature))
+            with _by_hand(trainer, batch, row.request) if row.request.replay_routing else nullcontext():
+                answers.append(_naive(trainer, row.request, row.ids, row.place, row.weights.temperature))
             trainer._write(own)
         return answers
     finally:
         shutdown(context)
+
+
+@contextmanager
+def _by_hand(trainer: Trainer, batch: TrajectoryBatch, request: ScoreRequest) -> Iterator[None]:
+    """Puts the recorded experts of the request's segment into the routers, layer by layer."""
+    first, calls = int(batch.segment_tokens[request.segment]), iter(range(MODEL.layers))
+    assert batch.routed is not None and batch.routed_valid is not None
+    routed, valid = batch.routed, batch.routed_valid
+
+    def routing(logits: torch.Tensor, padding_mask: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+        flat, layer = logits.view(-1, MODEL.num_experts), next(calls)
+        span = slice(first, first + len(flat))
+        given = torch.from_numpy(routed[span, layer].astype(np.int64))
+        known = torch.from_numpy(valid[span].copy())
+        ids = torch.where(known[:, None], given, flat.topk(MODEL.top_k, dim=1).indices)
+        weights = torch.zeros_like(flat).scatter(1, ids, flat.gather(1, ids).softmax(-1))
+        return weights, torch.zeros_like(flat, dtype=torch.bool).scatter(1, ids, True)
+
+    routers = [router for _, router in trainer.tap.routers()]
+    for router in routers:
+        router.routing = routing
+    try:
+        yield
+    finally:
+        for router in routers:
+            del router.routing
 
 
 @torch.no_grad()

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_ext.models.hf_config import HFConfig
+from megatron_ext.moe.replay_tokens import ReplayCounts, ReplayRule
 from megatron_ext.rollout.driver import GroupOrder
 from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.embedded.engine import EmbeddedEngine
 from megatron_ext.rollout.episode import EpisodeLimits, Sampling
 from megatron_ext.training.evaluate import evaluate
+from megatron_ext.training.microbatch import build_microbatch
 from megatron_ext.training.publish import publish
 from megatron_ext.training.trainer import TokenScores, Trainer
 from megatron_ext.trajectory import version as policy_version
-from megatron_ext.trajectory.record import TrajectoryBatch, concat
+from megatron_ext.trajectory.record import Role, SessionKind, TrajectoryBatch, concat
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from megatron_ext.trajectory.task import Task
 from tests.helpers import driving
+from tests.helpers.errands import RELAY
 from tests.helpers.scripted import small_codec
 from tests.helpers.training import TERMS, TINY, make_trainer, micro_of, one_rank, random_inputs, rows_of
 
@@ -44,8 +49,8 @@ class System:
         publish(self.engine, self.trainer.chunks, self.hf, version)
         return version
 
-    def roll_out(self, name: str, sampling: Sampling) -> TrajectoryBatch:
-        orders = [GroupOrder(f"{name}/{task.task_id}", "", task, 3, sampling, store=True) for task in TASKS]
+    def roll_out(self, name: str, sampling: Sampling, tasks: Sequence[Task] = TASKS) -> TrajectoryBatch:
+        orders = [GroupOrder(f"{name}/{task.task_id}", "", task, 3, sampling, store=True) for task in tasks]
         self.driver.run(orders)
         refs: dict[str, str] = {}
         end = time.monotonic() + 60
@@ -108,6 +113,86 @@ def test_training_scores_what_was_sampled(system: System) -> None:
         assert moved.applied
         stale = np.abs(system.score(batch).logp - batch.rollout_logp)[batch.loss_mask]
         assert stale.mean() > 1e-2, "with other weights a difference is seen"
+
+
+def test_with_replay_training_scores_what_was_sampled_everywhere(system: System) -> None:
+    """Routing replay's invariant: with the same weights and precision the gap is float error on every sampled token,
+    and it is not where what was recorded is perturbed, or recorded under other weights."""
+    system.publish(3)
+    batch = system.roll_out("replayed", Sampling(temperature=TEMPERATURE, record_routing=True))
+    rule, rows = ReplayRule.of(system.hf), rows_of(batch)
+    assert batch.routed is not None and batch.routed_valid is not None and batch.routed.dtype == np.uint8
+
+    def gap(recorded: TrajectoryBatch) -> np.ndarray:
+        members = [[row] for row in range(rows.num_rows)]
+        micro = [build_microbatch(recorded, rows, part, rows.mask, replay=rule) for part in members]
+        counts = sum((mb.replay.counts for mb in micro if mb.replay is not None), ReplayCounts())
+        assert counts.missing == 0 and counts.replayed >= counts.due > 100, "the engine recorded all that is due"
+        scores = system.trainer.score(micro, batch.num_tokens)
+        return np.abs(scores.logp - batch.rollout_logp)[batch.loss_mask]
+
+    plain = gap(batch)
+    assert plain.max() <= 1e-5
+    rng = np.random.default_rng(0)
+    perturbed = batch.routed.copy()
+    at = np.flatnonzero(batch.routed_valid & (rng.random(batch.num_tokens) < 0.2))
+    perturbed[at] = (perturbed[at] + 1) % system.hf.num_experts
+    assert gap(replace(batch, routed=perturbed)).mean() > 100 * plain.mean()
+    own = system.trainer.snapshot()
+    other = make_trainer(system.trainer.context, hf=system.hf, seed=7)
+    scores = other.score(micro_of(batch, rows, cap=500), batch.num_tokens, record_experts=True)
+    assert scores.experts is not None
+    stale = np.where(batch.routed_valid[:, None, None], scores.experts, 0).astype(np.uint8)
+    assert gap(replace(batch, routed=stale)).mean() > 100 * plain.mean()
+    assert all(torch.equal(a, b) for a, b in zip(own, system.trainer.snapshot(), strict=True))
+
+
+def test_sessions_are_scored_as_they_were_sampled(system: System, tmp_path: Path) -> None:
+    """Sub-agents and compressions: the engine goes on from what it kept, training sees each session by itself."""
+    system.publish(4)
+    small_codec(tmp_path / "tokenizer")
+    harness = {
+        "_target_": "megatron_ext.harness.text.TextHarness",
+        "context_budget": 14,
+        "compress_prompt": "what?",
+        "resume_prompt": "go",
+        "summary_tokens": 5,
+    }
+    limits = EpisodeLimits(max_turns=6, max_context=96, max_new_tokens=10)
+    tasks = [Task(f"relay/train/{i}", "relay", i, "train") for i in range(4)]
+    driver = DriverProcess(
+        driving.spec(tmp_path, environments={"relay": RELAY}, harness=harness, limits=limits, concurrency=12)
+    )
+    try:
+        driver.open(system.engine.connect(), tmp_path / "tokenizer")
+        other = replace(system, driver=driver, store=TrajectoryStore(tmp_path / "store"))
+        batch = other.roll_out("sessions", Sampling(temperature=TEMPERATURE, record_routing=True), tasks)
+        first, second = (
+            evaluate(
+                driver,
+                tasks,
+                "dev",
+                samples=1,
+                temperature=1.0,
+                progress=lambda done: None,
+                check=lambda: None,
+                timeout=60.0,
+            )
+            for _ in range(2)
+        )
+    finally:
+        driver.close()
+    kinds = batch.session_kind.tolist()
+    assert all(kinds.count(int(kind)) >= 12 for kind in SessionKind)
+    assert np.diff(batch.segment_tokens).max() <= 96
+    worst, share = differences(system, batch)
+    assert worst <= 1e-5 and share > 0.9
+    assert batch.routed_valid is not None
+    for end in batch.turn_end[batch.turn_role == Role.MODEL].tolist():
+        start = int(batch.segment_tokens[np.searchsorted(batch.segment_tokens, end, side="left") - 1])
+        assert batch.routed_valid[start : end - 1].all(), "every token before a sampled one has its experts"
+    assert first.greedy.tolist() == second.greedy.tolist() and first.turns.tolist() == second.turns.tolist()
+    assert first.greedy.any() and first.turns.max() > 6, "summaries are turns, but cost none of max_turns"
 
 
 def test_greedy_evaluations_repeat_exactly(system: System) -> None:

@@ -56,7 +56,7 @@ def test_every_command_is_there_and_every_override_is_right(
             prepare(overrides)
     assert seen == {
         *("launch.train", "launch.eval", "launch.export", "launch.table", "launch.bench"),
-        *("launch.report", "launch.inspect"),
+        *("launch.report", "launch.inspect", "launch.recipes"),
     }
     assert {f"launch.{name}" for name in cli.COMMANDS} - {"launch.quickstart"} == seen
 

@@ -10,10 +10,12 @@ import pytest
 
 from megatron_ext.report.render import write_report
 from megatron_ext.training.kept_step import write_step
+from megatron_ext.training.routing_metrics import RoutingLog
 from tests.helpers.browser import CHROMIUM, Page, browser
 from tests.helpers.records import build, model, single, user
 from tests.helpers.run_folders import config, evaluation, kept_step, make_run, rows
 from tests.helpers.scripted import small_codec
+from tests.helpers.structured import loads
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on PATH: apt-get install chromium")
 
@@ -110,3 +112,19 @@ def test_it_prints(page: Page, tmp_path: Path) -> None:
     page.open(write_report([make(tmp_path / "run", 1, 0.9)]))
     page.pdf(tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_the_map_of_experts_is_read_by_pointing(page: Page, tmp_path: Path) -> None:
+    run = make(tmp_path / "run", 1, 0.9)
+    log = RoutingLog(run)
+    for step in range(1, 41):
+        log.write(step, loads([[100 + 10 * step, 100, 100, 100], [100, 100, 100, 800]]))
+    page.open(write_report([run]))
+    assert page.run("document.querySelectorAll('.map').length") == 2
+    page.point(".map:nth-child(2) img.experts", across=0.99)
+    tip = page.run("document.getElementById('tip').innerText")
+    assert "step\n40" in tip and "expert 2" in tip and "0.36 × the mean" in tip
+    assert page.problems == [] and page.run("document.documentElement.scrollWidth <= innerWidth")
+    page.open(write_report([run]), width=380)
+    assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off on a phone"
+    assert page.run("getComputedStyle(document.querySelector('.map img')).imageRendering") == "pixelated"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.report.samples import Limits, choose, parts, shading, show_step, spread, trained_mask
 from megatron_ext.report.tokens import json_lines
-from megatron_ext.trajectory.record import Role, Status, TrajectoryBatch, select_groups
-from tests.helpers.records import Turn, build, described_batches, model, random_batch, single, split, user
+from megatron_ext.trajectory.record import Role, SessionKind, Status, TrajectoryBatch, select_groups
+from tests.helpers.records import Traj, Turn, build, described_batches, model, random_batch, single, split, user
 from tests.helpers.run_folders import kept_step
 
 EVERYTHING = Limits(trajectories=10**6, turns=10**6, tokens=10**6)
@@ -125,3 +125,23 @@ def test_one_trajectory_of_many() -> None:
     kept = kept_step(3, random_batch(2, groups=4))
     lines = list(json_lines(kept, [1], None))
     assert {line["trajectory"] for line in lines[1:]} == {kept.batch.trajectory_id[1]}
+
+
+def test_what_a_session_repeats_is_shown_apart() -> None:
+    """The dialogue that is compressed, and the summary that stands between two messages of the session after it."""
+    system, told = Turn(Role.SYSTEM, (9,)), Turn(None, (10, 11))
+    first = (Turn(None, (1,)), user((2, 3)), model((4, 5)))
+    summed = (Turn(None, (1, 2, 3, 4, 5)), user((6,)), model((7, 8)))
+    goes_on = (Turn(None, (1,)), system, user((2, 3)), told, user((6,)), Turn(None, (12,)), model((13,)))
+    batch = build([(Traj(sessions=((first,), (summed,), (goes_on,))),)])
+    kinds = [SessionKind.NORMAL, SessionKind.COMPRESS, SessionKind.NORMAL]
+    batch = dataclasses.replace(batch, session_kind=np.array(kinds), session_parent=np.array([-1, 0, -1]))
+    shown = [(part.turn, batch.ids[part.start : part.end].tolist()) for part in parts(batch, 0)]
+    assert shown == [
+        *[(0, [1, 2, 3]), (1, [4, 5])],
+        *[(-1, [1, 2, 3, 4, 5]), (2, [6]), (3, [7, 8])],
+        *[(4, [1, 9]), (5, [2, 3]), (-1, [10, 11]), (6, [6]), (7, [12, 13])],
+    ]
+    (trajectory,) = show_step(kept_step(3, batch), None, EVERYTHING).trajectories
+    sessions = ["session 0 (normal)", "session 1 (compress of 0)", "session 2 (normal)"]
+    assert list(dict.fromkeys(turn.session for turn in trajectory.turns)) == sessions

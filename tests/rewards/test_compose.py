@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from omegaconf import OmegaConf
 
 from megatron_ext.config.instantiate import InstantiateError
 from megatron_ext.environments.protocol import Observation
+from megatron_ext.rewards import compose
 from megatron_ext.rewards.compose import RewardPart, RewardSet
 from megatron_ext.rewards.outcome import MalformedPenalty, Score, StepRewardSum, Success, TurnPenalty
-from megatron_ext.rewards.protocol import Episode, EpisodeStep, Reward
+from megatron_ext.rewards.protocol import Episode, EpisodeStep, Reward, RewardValue
 from megatron_ext.rewards.python_reward import PythonReward
 from megatron_ext.trajectory.record import Status
 from megatron_ext.trajectory.task import Task
@@ -110,6 +112,74 @@ def test_bad_part_makes_all_invalid_and_is_named(bad: Reward, says: str, weight:
     assert "'broken' of task 't/1'" in result.problem and says in result.problem
     if isinstance(bad, Raises):
         assert f"{Path(__file__).name}:" in result.problem  # where it was raised
+
+
+MISSING = RewardValue(9.0, {"role": [1, -1, 0]}, missing=True, why="nobody answered", counts={"judge/failed": 1.0})
+
+
+def test_a_missing_part_is_neither_zero_nor_an_error() -> None:  # invariant 4
+    result = RewardSet([RewardPart("judge", Fixed(MISSING), 2.0), RewardPart("fine", Success())])(PLAYED)
+    assert result.valid and result.total == 1.0 and math.isnan(result.parts["judge"]) and result.parts["fine"] == 1.0
+    assert result.missing == {"judge": "reward 'judge' of task 't/1' is missing: nobody answered"}
+    assert result.labels == {"role": (1, -1, 0)} and result.counts == {"judge/failed": 1.0}
+    broken = RewardSet([RewardPart("judge", Fixed(MISSING)), RewardPart("broken", Raises())])(PLAYED)
+    assert not broken.valid and math.isnan(broken.total) and "'broken'" in broken.problem and broken.labels == {}
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ([1, 2], "gives 2 labels 'role' for 3 steps"),
+        ([1, 2, -2], "the value -2"),
+        ([1, 2, 2**15], "the value 32768"),
+        ([1, 2, True], "the value True"),
+        ([1, 2, 0.5], "the value 0.5"),
+    ],
+)
+def test_labels_that_fit_no_record_are_named(labels: list[int], says: str) -> None:
+    result = RewardSet([RewardPart("judge", Fixed(RewardValue(1.0, {"role": labels})))])(PLAYED)
+    assert not result.valid and says in result.problem
+
+
+def test_two_parts_cannot_label_alike() -> None:
+    value = RewardValue(1.0, {"role": [0, 0, 0]})
+    result = RewardSet([RewardPart("a", Fixed(value)), RewardPart("b", Fixed(value))])(PLAYED)
+    assert not result.valid and "reward 'b'" in result.problem and "which another part does too" in result.problem
+
+
+class Slow:
+    deadline_s = 0.05
+
+    def __init__(self) -> None:
+        self.answer: Future[RewardValue] = Future()
+        self.closed = False
+
+    def __call__(self, episode: Episode) -> RewardValue:
+        return self.start(episode).result(self.deadline_s)
+
+    def start(self, episode: Episode) -> Future[RewardValue]:
+        return self.answer
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_slow_parts_are_waited_for_until_their_deadline(monkeypatch: pytest.MonkeyPatch) -> None:  # invariant 5
+    slow, woken = Slow(), list[int]()
+    rewards = RewardSet([RewardPart("slow", slow, 0.5), RewardPart("fine", Success())])
+    grading = rewards.start(PLAYED)
+    grading.when_done(lambda: woken.append(1))
+    assert not grading.done and woken == [1], "the fast part is done already"
+    slow.answer.set_result(RewardValue(3.0))
+    assert grading.done and woken == [1, 1] and grading.result().total == 2.5
+    monkeypatch.setattr(compose, "GRACE_S", 0.0)
+    late = RewardSet([RewardPart("slow", Slow()), RewardPart("fine", Success())])(PLAYED)
+    assert late.total == 1.0 and "no answer within 0.05 s" in late.missing["slow"]
+    cancelled = Slow()
+    cancelled.answer.cancel()
+    assert "cancelled" in RewardSet([RewardPart("slow", cancelled)])(PLAYED).missing["slow"]
+    rewards.close()
+    assert slow.closed
 
 
 def test_interrupt_is_not_a_bad_reward() -> None:

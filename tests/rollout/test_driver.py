@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 
 from megatron_ext.environments.pool import EnvironmentPool
+from megatron_ext.environments.protocol import ToolCall
+from megatron_ext.harness.protocol import Harness
 from megatron_ext.harness.template import ChatCodec
 from megatron_ext.harness.text import TextHarness
+from megatron_ext.harness.tools import ToolHarness
 from megatron_ext.rewards.compose import RewardPart, RewardSet
 from megatron_ext.rewards.outcome import Success
 from megatron_ext.rewards.protocol import Reward
@@ -25,6 +28,7 @@ from megatron_ext.rollout.episode import EpisodeLimits, Sampling, sampling_seed
 from megatron_ext.trajectory.record import Status
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from megatron_ext.trajectory.task import Task
+from tests.helpers.errands import ERRANDS
 from tests.helpers.scripted import Script, ScriptedClient, small_codec
 from tests.helpers.worlds import WALK, NotANumber
 
@@ -38,7 +42,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatCodec:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
-    environments: Mapping[str, Mapping[str, Any]] = {"walk": WALK, "long": {**WALK, "length": 6}}
+    environments: Mapping[str, Mapping[str, Any]] = {"walk": WALK, "long": {**WALK, "length": 6}, "errands": ERRANDS}
     logs = tmp_path_factory.mktemp("logs")
     with EnvironmentPool(environments, workers=2, deadline_s=DEADLINE_S, log_dir=logs) as made:
         yield made
@@ -57,6 +61,7 @@ def make(codec: ChatCodec, pool: EnvironmentPool, tmp_path: Path) -> Iterator[Ma
         concurrency: int = 16,
         reward: Reward | None = None,
         limits: EpisodeLimits | None = None,
+        harness: Harness | None = None,
         engine_deadline_s: float = 30.0,
         **client: Any,
     ) -> tuple[Driver, ScriptedClient]:
@@ -65,7 +70,7 @@ def make(codec: ChatCodec, pool: EnvironmentPool, tmp_path: Path) -> Iterator[Ma
             pool=pool,
             client=clients[-1],
             codec=codec,
-            harness=TextHarness(),
+            harness=harness or TextHarness(),
             rewards=RewardSet([RewardPart("reward", reward or Success())]),
             store=TrajectoryStore(tmp_path / "store"),
             limits=limits or EpisodeLimits(max_turns=8, max_context=120, max_new_tokens=16),
@@ -126,6 +131,35 @@ def test_every_order_is_answered_once(make: Make, tmp_path: Path) -> None:  # in
     assert len(store.list()) == 5, "an order that keeps no tokens leaves none behind"
     episodes = sorted(f"{o.group_id}/{s}" for o in orders for s in range(o.samples))
     assert sorted(client.ended) == episodes, "the engine may free every session, once"
+
+
+def test_sessions_of_an_episode(make: Make, tmp_path: Path) -> None:
+    """A sub-agent's dialogue and those behind a compression are sessions of the engine, each ended once, in time."""
+    harness = ToolHarness(show_schema=False, context_budget=130)
+    calls = {
+        0: ToolCall("send", {"number": 1}),
+        1: ToolCall("look", {"number": 1}),
+        2: ToolCall("report", {"word": "word " * 60}),
+        4: ToolCall("finish", {"word": "x"}),
+    }
+
+    def say(session: str, turn: int) -> str:
+        return harness.render(calls[turn]) if turn in calls else "at 3"
+
+    driver, client = make(say, harness=harness, limits=EpisodeLimits(8, 600, 300))
+    driver.submit([order(number, 2, environment="errands") for number in range(2)])
+    done = run(driver)
+    for group, result in done.items():
+        batch = TrajectoryStore(tmp_path / "store").read(Ref(result.meta.ref))
+        assert batch.session_kind.tolist() == [0, 2, 1, 0] * 2, group
+        assert (result.sessions.sessions, result.sessions.compressions, result.sessions.subagents) == (8, 2, 2)
+        assert result.malformed == 0 and set(result.meta.status) == {int(Status.DONE)}
+    names = {f"{group}/{s}{more}" for group in done for s in range(2) for more in ("", "~1", "~2")}
+    assert {request.session_id for request in client.requests} == names
+    assert sorted(client.ended) == sorted(names)
+    for name in names:  # the parent's own session ends with its compression
+        sent = [int(r.request_id.rpartition("#")[2]) for r in client.requests if r.session_id == name]
+        assert sent == {"": [0, 3], "~1": [1, 2], "~2": [4]}[name[name.find("~") :] if "~" in name else ""]
 
 
 def test_seeds_are_those_of_the_sample(make: Make) -> None:
@@ -271,5 +305,5 @@ def test_step_does_not_block_past_its_timeout(make: Make) -> None:
 def test_an_unknown_environment_is_named(make: Make) -> None:
     driver, _ = make()
     driver.submit([order(0, 1, environment="chess")])
-    with pytest.raises(ValueError, match="no environment 'chess'; configured are: long, walk"):
+    with pytest.raises(ValueError, match="no environment 'chess'; configured are: errands, long, walk"):
         driver.step(0.05)

@@ -252,6 +252,31 @@ def test_a_reused_prefix_equals_a_fresh_prefill(engine: Served) -> None:
         assert Check.of(engine.current, r, result).error < TOLERANCE
 
 
+def test_two_sessions_of_one_episode_keep_apart(engine: Served) -> None:
+    """A sub-agent's dialogue runs while its parent's waits, and a compression goes on from the parent's tokens."""
+    parent = request("episode#0", prompt(engine.rng, 20), session="episode", seed=3)
+    asked = [(parent, ask(engine.client, [parent])["episode#0"])]
+    ids = prompt(engine.rng, 11)
+    for turn in (1, 2):
+        child = request(f"episode#{turn}", ids, session="episode~1", seed=3)
+        asked.append((child, ask(engine.client, [child])[child.request_id]))
+        ids = np.concatenate([joined(*asked[-1]), prompt(engine.rng, 4)])
+    engine.client.end_sessions(["episode~1"])
+    for turn in (3, 4):  # the parent goes on; then its summary
+        more = request(
+            f"episode#{turn}",
+            np.concatenate([joined(*(asked[0] if turn == 3 else asked[-1])), prompt(engine.rng, 6)]),
+            session="episode",
+            seed=3,
+        )
+        asked.append((more, ask(engine.client, [more])[more.request_id]))
+    engine.client.end_sessions(["episode"])
+    for i, (r, result) in enumerate(asked):
+        fresh = request(f"alone{i}", r.input_ids, seed=3)
+        assert np.array_equal(ask(engine.client, [fresh])[fresh.request_id].ids, result.ids)
+        assert Check.of(engine.current, r, result).error < TOLERANCE
+
+
 def test_more_sessions_than_slots_take_turns(engine: Served) -> None:
     requests = [request(f"s{i}", prompt(engine.rng, 5 + i % 7), seed=i) for i in range(3 * SLOTS)]
     results = ask(engine.client, requests)

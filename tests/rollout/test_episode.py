@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from megatron_ext.environments.calculator import Calculator
-from megatron_ext.environments.protocol import Action, Environment, Observation, ToolCall, key_of, stable_hash
+from megatron_ext.environments.protocol import (
+    Action,
+    Environment,
+    Observation,
+    ToolCall,
+    canonical_action,
+    key_of,
+    stable_hash,
+)
+from megatron_ext.environments.textworld.games import TextWorld
 from megatron_ext.harness.protocol import Harness, Message
 from megatron_ext.harness.template import CHATML, ChatCodec, load_codec
 from megatron_ext.harness.text import TextHarness
@@ -22,7 +31,7 @@ from megatron_ext.rewards.compose import RewardPart, RewardSet
 from megatron_ext.rewards.outcome import StepRewardSum, Success
 from megatron_ext.rewards.protocol import Reward
 from megatron_ext.rollout.engine import FinishReason, GenerateRequest, GenerateResult
-from megatron_ext.rollout.episode import EpisodeLimits, EpisodeRun, Sampling, canonical_action, sampling_seed
+from megatron_ext.rollout.episode import EpisodeLimits, EpisodeRun, Sampling, sampling_seed
 from megatron_ext.trajectory.record import Role, Status, TrajectoryBatch
 from megatron_ext.trajectory.rows import make_rows
 from megatron_ext.trajectory.task import Task
@@ -180,6 +189,15 @@ def test_equal_actions_have_equal_keys() -> None:
     one, other = ToolCall("f", {"a": 1, "b": "x"}), ToolCall("f", {"b": "x", "a": 1})
     assert canonical_action(one) == canonical_action(other) == "f(a=1, b='x')"
     assert canonical_action(one) != canonical_action(ToolCall("f", {"a": "1", "b": "x"}))
+
+
+def test_an_environment_says_which_actions_are_the_same(codec: ChatCodec) -> None:
+    world, task = TextWorld(), Task("game/train/0", "game", 0, "train")
+    run = make_run(codec, world, task, limits=EpisodeLimits(max_turns=5, max_context=8000, max_new_tokens=32))
+    batch, _ = play(run, world, ["look", "LOOK the", "dance", "sing", "inventory"])
+    keys = batch.turn_action_key[batch.turn_role == Role.MODEL].tolist()
+    assert keys[0] == keys[1] == key_of(stable_hash("look")) and keys[2] == keys[3]
+    assert len(set(keys)) == 3 and run.counts.invalid_actions == 2
 
 
 # -- turns that are no action --------------------------------------------------------------------------------------

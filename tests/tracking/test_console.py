@@ -1,4 +1,4 @@
-"""Invariants 1-3 of ``tracking/console.py``."""
+"""Invariants 1-4 of ``tracking/console.py``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def play(stream: io.StringIO, resumed_from: int | None = None) -> str:
         tracker.phase("update", 4)
         clock.now += 15
         tracker.log(
-            step, {"reward/mean": 0.25, "reward/success": 0.5, "rollout/tokens_per_s": 1234.4, "moe/load_cv": 1}
+            step, {"reward/mean": 0.25, "reward/success": 0.5, "rollout/tokens_per_s": 1234.4, "moe/load_peak": 1}
         )
     tracker.log(step, {"eval/test/greedy_pass1": 0.75})
     tracker.finish({"success_after": 0.75, "steps": 2})
@@ -67,6 +67,21 @@ def test_a_live_block_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:  #
     monkeypatch.setenv("TERM", "xterm-256color")
     text = play(Terminal())
     assert "\x1b[" in text and "step 2/10" in text and "warm start: 100 to do" not in text
+
+
+def test_troubles_of_a_step_are_one_warning() -> None:  # invariant 4
+    stream = io.StringIO()
+    tracker = ConsoleTracker(stream=stream)
+    tracker.start(Path("runs/x"), {"run": {"steps": 9}}, None)
+    fine = {"reward/mean": 0.5, "reward/missing/roles": 0.0, "judge/failed": 0.0, "judge/unknown": 0.0}
+    tracker.log(1, fine)
+    tracker.log(2, fine | {"reward/missing/roles": 2.0, "judge/failed": 7.0, "judge/unknown": 1.0})
+    assert stream.getvalue().splitlines()[1:] == [
+        "step 1/9  reward 0.500",
+        "step 2/9  reward 0.500",
+        "warning: step 2: reward 'roles' is missing in 2 trajectories; 7 turns have no answer of a judge; "
+        "1 answers of a judge have an unknown label (why: logs/driver.log)",
+    ]
 
 
 def test_durations() -> None:

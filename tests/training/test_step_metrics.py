@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_ext.moe.replay_tokens import ReplayCounts
 from megatron_ext.rollout.agreement import CONSTANT, UNTRAINABLE
+from megatron_ext.rollout.dialogues import SessionCounts
 from megatron_ext.rollout.driver import GroupDone
 from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.tracking.names import check
@@ -55,12 +57,18 @@ def whole() -> TrajectoryBatch:
     )
 
 
+SESSIONS = SessionCounts(sessions=5, compressions=2, subagents=1, retokenised=1, empty=2)
+
+
 def step_groups(whole: TrajectoryBatch) -> StepGroups:
     metas = [GroupMeta.from_batch(whole, f"ref{g}", g) for g in range(whole.num_groups)]
     names = [meta.group_id for meta in metas]
     train = (names[0], names[4], names[5])
     filtered = ((names[1], CONSTANT), (names[2], CONSTANT), (names[3], UNTRAINABLE))
-    drawn = [GroupDone("", meta, malformed=1, invalid_actions=2, problems=(), seconds=0.1) for meta in metas[:5]]
+    drawn = [
+        GroupDone("", meta, malformed=1, invalid_actions=2, problems=(), seconds=0.1, sessions=SESSIONS)
+        for meta in metas[:5]
+    ]
     return StepGroups(drawn, metas, train, filtered, select_groups(whole, [0, 4, 5]))
 
 
@@ -85,6 +93,11 @@ def test_rollout_numbers(whole: TrajectoryBatch) -> None:
         "rollout/env_deadlines": 1,
         "rollout/reward_invalid": 1,
         "rollout/aborted": 1,
+        "rollout/sessions_mean": 5 * 5 / 10,
+        "rollout/compressions_mean": 5 * 2 / 10,
+        "rollout/subagents_mean": 5 * 1 / 10,
+        "rollout/summaries_retokenised": 5,
+        "rollout/summaries_empty": 10,
         "filter/groups_drawn": 6,
         "filter/groups_kept": 3,
         "filter/groups_constant": 2,
@@ -102,6 +115,49 @@ def test_rollout_numbers(whole: TrajectoryBatch) -> None:
     for name, value in wanted.items():
         assert metrics[name] == pytest.approx(value), name
     assert metrics["reward/std"] == pytest.approx(np.std([1, 0, 1, 1, 0, 0, 0.5, 0.25]))
+
+
+def test_parts_that_are_missing_are_counted_and_left_out(whole: TrajectoryBatch) -> None:
+    part = np.arange(12, dtype=np.float32)
+    part[[0, 8, 9]] = np.nan  # the group of 8 and 9 has one trajectory that does not count
+    nobody = np.full(12, np.nan, dtype=np.float32)
+    groups = step_groups(replace(whole, reward_parts={"roles": part, "nobody": nobody}))
+    metrics = rollout_metrics(groups, seconds=1.0)
+    check(metrics)
+    assert metrics["reward/missing/roles"] == 2 and metrics["reward/part/roles"] == pytest.approx((1 + 10) / 2)
+    assert metrics["reward/missing/nobody"] == 4 and "reward/part/nobody" not in metrics
+
+    def work(half: int, gather: Gather) -> Mapping[str, float]:
+        assert groups.batch is not None
+        mine = select_groups(groups.batch, [0] if half == 0 else [1, 2])
+        return rollout_metrics(replace(groups, batch=mine), 1.0, gather)
+
+    for found in on_ranks(work, 2):
+        assert {k: found[k] for k in found if "roles" in k} == {k: metrics[k] for k in metrics if "roles" in k}
+
+
+def test_what_judges_counted(whole: TrajectoryBatch) -> None:
+    counted = {"judge/trajectories": 2.0, "judge/asked": 8.0, "judge/calls": 9.0, "judge/failed": 1.0}
+    counted |= {"judge/unknown": 2.0, "judge/seconds": 3.0, "judge/label/role/D": 1.0, "judge/label/role/N": 6.0}
+    groups = step_groups(whole)
+    drawn = [replace(group, rewards=counted if n < 2 else {}) for n, group in enumerate(groups.drawn)]
+    metrics = rollout_metrics(replace(groups, drawn=drawn), seconds=1.0)
+    check(metrics)
+    found = {name: value for name, value in metrics.items() if name.startswith("judge/")}
+    assert found == {
+        "judge/trajectories": 4.0,
+        "judge/asked": 16.0,
+        "judge/calls": 18.0,
+        "judge/failed": 2.0,
+        "judge/unknown": 4.0,
+        "judge/seconds": 1.5,
+        "judge/label/role/D": 1 / 7,
+        "judge/label/role/N": 6 / 7,
+    }
+    silent = [replace(groups.drawn[0], rewards=dict.fromkeys(counted, 0.0))]
+    assert all(
+        value == 0.0 for name, value in rollout_metrics(replace(groups, drawn=silent), 1.0).items() if "judge/" in name
+    )
 
 
 def test_a_step_without_groups_or_without_trainable_ones(whole: TrajectoryBatch) -> None:
@@ -146,7 +202,7 @@ def test_update_numbers(trained: TrajectoryBatch) -> None:
     ]
     clock = Phases(Silent())
     scores = scored(trained, [0.0, 0.25, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0])
-    metrics = update_metrics(results, trained, rows, scores, NOW, clock, num_experts=4, resumed={})
+    metrics = update_metrics(results, trained, rows, scores, NOW, clock, resumed={})
     check(metrics)
     wanted = {
         "train/loss": 2.0,
@@ -171,9 +227,9 @@ def test_skipped_steps_are_counted_and_their_numbers_left_out(trained: Trajector
     good = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True, metrics={"policy/ratio_mean": 1.0})
     bad = replace(good, loss=math.nan, grad_norm=math.nan, applied=False, metrics={"policy/ratio_mean": math.nan})
     rows, scores, clock = make_rows(trained), scored(trained, [0.0] * 8), Phases(Silent())
-    metrics = update_metrics([good, bad], trained, rows, scores, NOW, clock, num_experts=4, resumed={})
+    metrics = update_metrics([good, bad], trained, rows, scores, NOW, clock, resumed={})
     assert metrics["train/nan_steps"] == 1.0 and metrics["train/loss"] == 1.0 and metrics["policy/ratio_mean"] == 1.0
-    none = update_metrics([bad], trained, rows, scores, NOW, clock, num_experts=4, resumed={})
+    none = update_metrics([bad], trained, rows, scores, NOW, clock, resumed={})
     check(none)
     assert none["train/nan_steps"] == 1.0 and "train/loss" not in none
     assert all(math.isfinite(value) for value in [*metrics.values(), *none.values()])
@@ -185,49 +241,23 @@ def test_speed_is_over_the_update_phase(trained: TrajectoryBatch) -> None:
         time.sleep(0.02)
     good = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True)
     rows, scores = make_rows(trained), scored(trained, [0.0] * 8)
-    metrics = update_metrics([good], trained, rows, scores, NOW, clock, num_experts=4, resumed={})
+    metrics = update_metrics([good], trained, rows, scores, NOW, clock, resumed={})
     assert metrics["train/tokens_per_s"] == pytest.approx(12 / clock.seconds("update"))
-
-
-def test_routing_is_compared_where_both_sides_recorded_it(trained: TrajectoryBatch) -> None:
-    """Flips are tokens whose experts differ somewhere; loads are those of the training forward."""
-    size = trained.num_tokens
-    routed = np.zeros((size, 2, 2), dtype=np.uint8)
-    routed[:, :, 1] = 1  # the rollout chose experts 0 and 1 everywhere
-    valid = np.arange(size) != 5
-    batch = replace(trained, routed=routed, routed_valid=valid)
-    experts = routed.astype(np.int64)
-    experts[0, 0] = (1, 0)  # the same set
-    experts[1, 1] = (0, 3)  # one of two flipped
-    experts[5] = 3  # not recorded by the rollout
-    seen = np.arange(size) != 6
-    experts[6] = 3  # not recorded by training
-    scores = replace(scored(batch, [0.0] * 8), experts=experts, routed=seen)
-    good = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True)
-    metrics = update_metrics([good], batch, make_rows(batch), scores, NOW, Phases(Silent()), num_experts=4, resumed={})
-    check(metrics)
-    assert metrics["offpolicy/routing_flips"] == pytest.approx(1 / 10), "the share of tokens with a flip"
-    assert metrics["moe/load_cv"] > 0.0 and metrics["moe/load_peak"] >= 1.0
-    plain = update_metrics([good], batch, make_rows(batch), scored(batch, [0.0] * 8), NOW, Phases(Silent()), 4, {})
-    assert "offpolicy/routing_flips" not in plain
 
 
 @pytest.mark.parametrize("homes", [((0, 2), (1,)), ((1,), (), (0,), (2,))])
 def test_ranks_that_share_a_step_get_the_metrics_of_one(homes: tuple[tuple[int, ...], ...]) -> None:
     """Invariant 1, speeds apart; a rank without groups counts for nothing."""
-    batch = random_batch(7, groups=3, routed=(2, 2))
+    batch = random_batch(7, groups=3)
     rng = np.random.default_rng(0)
     size = batch.num_tokens
     logp = np.where(batch.loss_mask, batch.rollout_logp + rng.normal(0, 0.1, size), 0.0).astype(np.float32)
-    assert batch.routed is not None
-    shape = batch.routed.shape
-    experts, seen = rng.integers(0, 4, shape), rng.random(size) < 0.9
     results = [UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True, metrics={"policy/ratio_mean": 1.0})]
     now = int(batch.version.max())
 
     def of(part: TrajectoryBatch, token: np.ndarray, gather: Gather) -> dict[str, float]:
-        scores = TokenScores(logp[token], np.zeros(len(token), np.float32), experts[token], seen[token])
-        update = update_metrics(results, part, make_rows(part), scores, now, Phases(Silent()), 4, {}, gather)
+        scores = TokenScores(logp[token], np.zeros(len(token), np.float32))
+        update = update_metrics(results, part, make_rows(part), scores, now, Phases(Silent()), {}, gather)
         groups = StepGroups([], [], ("a",), (), part)
         return update | rollout_metrics(groups, 1.0, gather)
 
@@ -236,10 +266,28 @@ def test_ranks_that_share_a_step_get_the_metrics_of_one(homes: tuple[tuple[int, 
     def rank(number: int, gather: Gather) -> dict[str, float]:
         return of(select_groups(batch, homes[number]), group_tokens(batch, homes[number]), gather)
 
-    assert one["offpolicy/routing_flips"] > 0 and any(name.startswith("reward/part/") for name in one)
+    assert any(name.startswith("reward/part/") for name in one)
     for found in on_ranks(rank, len(homes)):
         speeds = {"train/tokens_per_s"}
         assert found.keys() == one.keys()
         assert {k: v for k, v in found.items() if k not in speeds} == pytest.approx(
             {k: v for k, v in one.items() if k not in speeds}, rel=1e-9, abs=1e-12
         )
+
+
+def test_what_was_replayed_is_counted_over_steps_and_ranks(trained: TrajectoryBatch) -> None:
+    """Shares are of the tokens that ran on all ranks, also where one ran none."""
+    plain = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, applied=True)
+    rows, scores = make_rows(trained), scored(trained, [0.0] * 8)
+    without = update_metrics([plain], trained, rows, scores, NOW, Phases(Silent()), {})
+    assert not any(name.startswith("moe/repl") for name in without)
+    counts = [(ReplayCounts(8, 6, 4, 1, 0), ReplayCounts(4, 4, 4, 0, 1)), (ReplayCounts(), ReplayCounts(4, 2, 2, 1, 2))]
+
+    def rank(number: int, gather: Gather) -> Mapping[str, float]:
+        results = [replace(plain, replay=each) for each in counts[number]]
+        return update_metrics(results, trained, rows, scores, NOW, Phases(Silent()), {}, gather)
+
+    for found in on_ranks(rank, 2):
+        check(found)
+        assert found["moe/replayed_share"] == 12 / 16
+        assert found["moe/replay_missing"] == 2 / 10 and found["moe/replay_conflicts"] == 3

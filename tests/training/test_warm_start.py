@@ -11,7 +11,8 @@ from megatron_ext.models.forward import packed_logits
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.training.interrupt import Interrupted
 from megatron_ext.training.trainer import Trainer
-from megatron_ext.training.warm_start import WarmStartReport, run_warm_start, supervised_weights, warm_start_key
+from megatron_ext.training.warm_start import WarmStartReport, run_warm_start, supervised_weights
+from megatron_ext.training.warm_start_key import warm_start_key
 from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.records import build, model, random_batch, single, user
 from tests.helpers.training import (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -238,6 +241,22 @@ def test_bad_input_names_the_trajectory() -> None:
     # Nothing above was taken.
     batch = b.finish(float("nan"), {"a": float("inf")}, False, Status.REWARD_INVALID).batch
     assert batch.ids.tolist() == [1] and batch.reward[0] == 0 and batch.reward_parts["a"][0] == 0
+
+
+def test_missing_parts_are_stored_as_such() -> None:
+    def finished(**changes: Any) -> TrajectoryBatch:
+        b = TrajectoryBuilder("t1", 0, "h")
+        b.add_context(b.open_session(), [1])
+        given: dict[str, Any] = {"reward": 0.5, "parts": {"a": 0.5, "b": math.nan}, "missing": ["b"]}
+        return b.finish(**(given | {"success": False, "status": Status.DONE} | changes)).batch
+
+    batch = finished()
+    assert batch.reward.tolist() == [0.5] and batch.reward_parts["a"].tolist() == [0.5]
+    assert np.isnan(batch.reward_parts["b"]).all()
+    with pytest.raises(RecordError, match="b=nan.*REWARD_INVALID"):
+        finished(missing=())
+    with pytest.raises(RecordError, match="a=inf.*REWARD_INVALID"):
+        finished(parts={"a": math.inf, "b": math.nan})
 
 
 def test_group_holds_its_trajectories_by_sample() -> None:

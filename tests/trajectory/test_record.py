@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_ext.trajectory.record import (
     ARRAY_FIELDS,
     OFFSETS,
+    Ragged,
     RecordError,
     Role,
     Status,
@@ -211,6 +212,7 @@ def test_a_batch_is_read_only_also_after_pickling() -> None:  # invariant 8
     for copy in (batch, pickle.loads(pickle.dumps(batch))):
         assert equal(batch, copy)
         arrays = [getattr(copy, name) for name in ARRAY_FIELDS] + [copy.reward_parts["half"], copy.turn_labels["stage"]]
+        arrays += [copy.prepared["ready"].ids, copy.prepared["ready"].offsets]
         for array in arrays:
             with pytest.raises(ValueError, match="read-only"):
                 array[...] = 0
@@ -242,7 +244,9 @@ def test_sizes_names_and_values_are_checked() -> None:
         ("harness", ("text",), "harness: 1 entries, expected 2"),
         ("trajectory_id", ("a", "a"), "ids repeat, 'a' stands there 2 times"),
         ("reward_parts", {"x": np.zeros(5)}, "'x': shape"),
+        ("prepared", {"x": Ragged.empty(5)}, "prepared 'x': 5 rows, expected 2"),
         ("reward", np.array([0.0, np.nan]), "trajectory 'b': reward is nan; mark it REWARD_INVALID"),
+        ("reward_parts", {"x": np.array([np.nan, np.inf])}, "trajectory 'b': reward part 'x' is inf"),
     ):
         with pytest.raises(RecordError, match=message):
             TrajectoryBatch(**{**values, name: value})

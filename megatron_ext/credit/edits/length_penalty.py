@@ -8,20 +8,20 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.credit.protocol import CreditView, EditTraits, Scale, ScoreRequest, Slot, Stat
+from megatron_ext.credit.protocol import CreditView, EditTraits, PlainEdit, Scale, Slot
 
 UNITS = ("tokens", "turns")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthPenalty:
+class LengthPenalty(PlainEdit):
     """``R - coefficient * clip((n - free) / (limit - free), 0, 1)``; the ramp is DAPO's (Yu et al. 2025, eq. 13).
 
     n counts the trained ``tokens`` or the model ``turns`` of the trajectory over all its sessions.
@@ -44,12 +44,6 @@ class LengthPenalty:
     def traits(self) -> EditTraits:
         return EditTraits(slot=Slot.REWARD, scale=Scale.KEEPS, breaks=frozenset("e"), own_signal=True)
 
-    def requests(self, view: CreditView) -> Sequence[ScoreRequest]:
-        return ()
-
-    def local_stats(self, view: CreditView) -> Mapping[str, Stat]:
-        return {}
-
     def apply(self, view: CreditView, reduced: Mapping[str, NDArray[Any]]) -> CreditView:
         batch = view.batch
         spent = view.counts if self.unit == "tokens" else np.diff(view.turns.offsets)
@@ -57,10 +51,3 @@ class LengthPenalty:
         if self.successes_only:
             charge = np.where(batch.success, charge, 0.0)
         return replace(view, reward=view.reward - self.coefficient * charge)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise ValueError(f"the length penalty keeps no state, got {sorted(state)}")

@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.credit.exact import LIMBS, exact_parts, exact_value
 from megatron_ext.credit.levels import Level, reduce_tokens, token_offsets
-from megatron_ext.credit.protocol import CreditView, EditTraits, Reduce, Scale, ScoreRequest, Slot, Stat
+from megatron_ext.credit.protocol import CreditView, EditTraits, PlainEdit, Reduce, Scale, Slot, Stat
 from megatron_ext.credit.spans import Op, sums_and_squares, zero_unless
 from megatron_ext.credit.turns import turn_reduce
 
@@ -26,7 +26,7 @@ OVER = ("tokens", "turns", "trajectories")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whiten:
+class Whiten(PlainEdit):
     """``A / (rms + eps)``, or ``(A - mean) / (std + eps)`` when ``center``, over all trained tokens of the step.
 
     ``over='turns'`` and ``'trajectories'`` take the moments over the mean advantage of each model turn or trajectory,
@@ -49,38 +49,31 @@ class Whiten:
     def traits(self) -> EditTraits:
         return EditTraits(slot=Slot.ADVANTAGE, scale=Scale.SETS, breaks=frozenset("ef") if self.center else frozenset())
 
-    def requests(self, view: CreditView) -> Sequence[ScoreRequest]:
-        return ()
-
     def local_stats(self, view: CreditView) -> Mapping[str, Stat]:
-        count, total, squares = self._sums(view)
-        counts = np.zeros((1, LIMBS))
-        counts[0, 0] = count
-        return {"moments": Stat(Reduce.SUM, np.concatenate([counts, exact_parts(total), exact_parts(squares)]))}
+        return {"moments": _moments(*self._sums(view))}
 
     def apply(self, view: CreditView, reduced: Mapping[str, NDArray[Any]]) -> CreditView:
-        count = float(reduced["moments"][0, 0])
-        total, squares = (float(x) for x in exact_value(reduced["moments"][1:]))
-        if count == 0:
-            return view
-        mean = total / count if self.center else 0.0
-        spread = float(np.sqrt(max(squares - count * mean**2, 0.0) / max(count - self.ddof, 1.0)))
-        # Below this the spread is the rounding error of equal values.
-        if spread <= 1e-7 * float(np.sqrt(squares / count)):
+        mean, divisor = self.scale(reduced["moments"])
+        if np.isinf(divisor):
             return replace(view, advantage=np.zeros_like(view.advantage))
         if not self.center:
-            return replace(view, advantage=view.advantage / (spread + self.eps))
+            return replace(view, advantage=view.advantage / divisor)
         whitened = view.advantage - mean
-        whitened /= spread + self.eps
+        whitened /= divisor
         zero_unless(whitened, view.trained)
         return replace(view, advantage=whitened)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise ValueError(f"whitening keeps no state, got {sorted(state)}")
+    def scale(self, moments: NDArray[np.float64]) -> tuple[float, float]:
+        """(mean, spread + eps) from the reduced moments of all ranks: what to take off (0 without centring) and to
+        divide by, which is infinite where there is no spread."""
+        count = float(moments[0, 0])
+        if count == 0:
+            return 0.0, np.inf
+        total, squares = (float(x) for x in exact_value(moments[1:]))
+        mean = total / count if self.center else 0.0
+        spread = float(np.sqrt(max(squares - count * mean**2, 0.0) / max(count - self.ddof, 1.0)))
+        # Below this the spread is the rounding error of equal values.
+        return mean, np.inf if spread <= 1e-7 * float(np.sqrt(squares / count)) else spread + self.eps
 
     def _sums(self, view: CreditView) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
         """How many units there are; sums and sums of squares that do not depend on who else is in the batch."""
@@ -92,3 +85,14 @@ class Whiten:
         else:
             means = turn_reduce(view.advantage, view.turns, Op.MEAN)[view.turns.tokens > 0]
         return len(means), means, means**2
+
+
+def moments_of(values: NDArray[np.float64]) -> Stat:
+    """The moments of one value a unit [n], for ``Whiten.scale``: for edits that whiten what they make themselves."""
+    return _moments(len(values), values, values**2)
+
+
+def _moments(count: int, total: NDArray[np.float64], squares: NDArray[np.float64]) -> Stat:
+    counts = np.zeros((1, LIMBS))
+    counts[0, 0] = count
+    return Stat(Reduce.SUM, np.concatenate([counts, exact_parts(total), exact_parts(squares)]))

@@ -97,11 +97,42 @@
     });
   }
 
+  // The pointer over a map of experts reads the load back from the pixel's opacity and colour.
+  for (const map of document.querySelectorAll(".map")) {
+    const picture = map.querySelector("img");
+    const steps = map.dataset.steps.split(","), reach = Number(map.dataset.reach);
+    let pixels = null;
+    picture.addEventListener("pointermove", (event) => {
+      if (!pixels) {
+        const canvas = document.createElement("canvas");
+        canvas.width = picture.naturalWidth;
+        canvas.height = picture.naturalHeight;
+        const pen = canvas.getContext("2d");
+        pen.drawImage(picture, 0, 0);
+        pixels = pen.getImageData(0, 0, canvas.width, canvas.height);
+      }
+      const box = picture.getBoundingClientRect();
+      const place = (at, from, size, count) => Math.max(0, Math.min(count - 1, Math.floor((at - from) / size * count)));
+      const column = place(event.clientX, box.left, box.width, pixels.width);
+      const expert = place(event.clientY, box.top, box.height, pixels.height);
+      const [red, , blue, opacity] = pixels.data.slice(4 * (expert * pixels.width + column), 4 * (expert * pixels.width + column) + 4);
+      const factor = Math.pow(reach, (red > blue ? 1 : -1) * opacity / 255);
+      const end = opacity === 255 ? (red > blue ? "≥ " : "≤ ") : "";
+      const first = column ? Number(steps[column - 1]) + 1 : Number(steps[0]);
+      const last = Number(steps[column]);
+      show([
+        row(first < last ? "steps" : "step", first < last ? `${first}–${last}` : String(last)),
+        row(`expert ${expert}`, `${end}${readable(+factor.toPrecision(2))} × the mean`),
+      ], event.clientX, event.clientY);
+    });
+    picture.addEventListener("pointerleave", () => { tip.hidden = true; });
+  }
+
   // A token's numbers come at once, instead of the browser's slow title.
   document.addEventListener("pointerover", (event) => {
     const token = event.target.closest ? event.target.closest(".said .t") : null;
     if (!token) {
-      if (!event.target.closest || !event.target.closest(".chart svg")) tip.hidden = true;
+      if (!event.target.closest || !event.target.closest(".chart svg, .map img")) tip.hidden = true;
       return;
     }
     if (token.title) {

@@ -60,7 +60,9 @@ class EmbeddedEngine:
         call_timeout: seconds for any other call but ``publish``.
         device: torch device of weights and cache.
         batch_invariant: a request's tokens and log-probs do not depend, to the last bit, on what runs beside it.
-            Slower; CPU only.
+            Slower; CPU only, and float32 only.
+        dtype: float32, or bfloat16: weights are rounded to it and layers compute in it; the router's scores, norms and
+            logits stay fp32.
 
     Raises:
         EngineError: a configuration that cannot be served, or a process that did not come up.
@@ -78,10 +80,15 @@ class EmbeddedEngine:
         call_timeout: float = 60.0,
         device: str = "cpu",
         batch_invariant: bool = False,
+        dtype: str = "float32",
     ) -> None:
         config = read_config(hf_config, max_context)
         if batch_invariant and device != "cpu":
             raise EngineError(f"embedded engine: batch_invariant=true needs device=cpu, got {device}")
+        if dtype not in ("float32", "bfloat16"):
+            raise EngineError(f"embedded engine: dtype={dtype} must be float32 or bfloat16")
+        if batch_invariant and dtype != "float32":
+            raise EngineError(f"embedded engine: batch_invariant=true needs dtype=float32, got {dtype}")
         if threads < 1 or slots < 1:
             raise EngineError(f"embedded engine: threads {threads} and slots {slots} must be at least 1")
         if log_path is None:
@@ -98,6 +105,7 @@ class EmbeddedEngine:
             "threads": threads,
             "device": device,
             "batch_invariant": batch_invariant,
+            "dtype": dtype,
         }
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(

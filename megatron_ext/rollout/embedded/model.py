@@ -6,6 +6,8 @@ Invariants (``tests/rollout/test_embedded_model.py``):
    chunks and decode steps, and the experts chosen are the same.
 2. The router's scores, top-k and renormalisation, all norms and the logits are fp32.
 3. Under ``arithmetic.INVARIANT`` a token's logits depend on the tokens before it alone, bit for bit.
+4. With bfloat16 weights every product but the router's and the head's has bfloat16 factors and a bfloat16 result, and so
+   are the residual stream, the cached keys and values and what attention makes of them; 2 holds all the same.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ THREADED_WORK = 100_000_000
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
-    power = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps)
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, fp32."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    power = norm.square_().div_(x.shape[-1]).add_(eps)
     return (x * power.rsqrt_()).mul_(weight)
 
 
@@ -74,7 +77,7 @@ class Decoder:
         g, w, a = self.config, self.weights, self._arithmetic
         torch.set_num_threads(self._threads if self._work * len(ids) >= THREADED_WORK else 1)
         rotation = self._rotation[attention.positions]
-        x = F.embedding(ids, w.embed)
+        x = F.embedding(ids, w.embed).to(w.dtype)
         routed: list[torch.Tensor] = []
         for index, layer in enumerate(w.layers):
             context = self._attention(index, layer, x, rotation, attention)
@@ -82,12 +85,12 @@ class Decoder:
                 # Only the cache needs the other tokens of the last layer, and it has them.
                 context, x, last = context[last], x[last], None
             x = a.add_product(x, context, layer.out)
-            h = rms_norm(x, layer.ffn_norm, g.rms_eps)
+            h = rms_norm(x, layer.ffn_norm, g.rms_eps).to(w.dtype)
             if layer.router is None:
                 gate, up = a.product(h, layer.up[0]).chunk(2, dim=-1)
                 x = a.add_product(x, a.gated(gate, up), layer.down[0])
                 continue
-            weight, expert = self._route(h, layer.router, layer.bias)
+            weight, expert = self._route(h.float(), layer.router, layer.bias)
             if record:
                 routed.append(expert)
             x = x + mixture(h, weight, expert, layer.up, layer.down, a)
@@ -96,21 +99,23 @@ class Decoder:
                 x = a.add_product(x, a.gated(gate, up), layer.shared_down)
         if last is not None:
             x = x[last]
-        logits = a.product(rms_norm(x, w.norm, g.rms_eps), w.head)
+        logits = a.product(rms_norm(x, w.norm, g.rms_eps).to(w.dtype).float(), w.head)
         return logits, torch.stack(routed, dim=1) if record else None
 
     def _attention(
         self, index: int, layer: LayerWeights, x: torch.Tensor, rotation: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        g = self.config
+        g, dtype = self.config, self.weights.dtype
         a = self._arithmetic
-        qkv = a.product(rms_norm(x, layer.norm, g.rms_eps), layer.qkv)
+        qkv = a.product(rms_norm(x, layer.norm, g.rms_eps).to(dtype), layer.qkv)
         if layer.qkv_bias is not None:
             qkv = qkv + layer.qkv_bias
         qkv = qkv.view(len(x), -1, g.head_dim)
         turned = g.heads + g.kv_heads
-        qk = a.rotated(self._normed(qkv[:, :turned], layer.qk_norm), rotation)
-        return attention.attend(index, qk[:, : g.heads], qk[:, g.heads :], qkv[:, turned:])
+        qk = a.rotated(self._normed(qkv[:, :turned], layer.qk_norm), rotation).to(dtype).float()
+        # Scores and their softmax are fp32, as in the attention kernels of engines.
+        context = attention.attend(index, qk[:, : g.heads], qk[:, g.heads :], qkv[:, turned:].float())
+        return context.to(dtype)
 
     def _normed(self, qk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """q and k [N, heads + kv_heads, D] under the model's norm, q scaled."""

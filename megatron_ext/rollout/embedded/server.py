@@ -41,13 +41,14 @@ def serve(
     threads: int,
     device: str,
     batch_invariant: bool,
+    dtype: str,
 ) -> NoReturn:
     """Listens and serves until the process is ended. ``key`` is the authentication key in hex."""
     torch.set_num_threads(threads)
     config = read_config(hf_config, max_context)
     where = torch.device(device)
     scheduler = Scheduler(config, max_context, slots, where, threads, invariant=batch_invariant)
-    server = Server(scheduler, bytes.fromhex(key))
+    server = Server(scheduler, bytes.fromhex(key), getattr(torch, dtype))
     server.run(listen(socket_name))
 
 
@@ -69,8 +70,8 @@ class Peer:
 class Server:
     """Owns the scheduler; everything that touches it runs in ``run``'s thread."""
 
-    def __init__(self, scheduler: Scheduler, key: bytes) -> None:
-        self._scheduler, self._key = scheduler, key
+    def __init__(self, scheduler: Scheduler, key: bytes, dtype: torch.dtype) -> None:
+        self._scheduler, self._key, self._dtype = scheduler, key, dtype
         self._inbox: queue.SimpleQueue[tuple[Peer, Message] | BaseException] = queue.SimpleQueue()
         self._peers: dict[int, Peer] = {}
 
@@ -116,7 +117,7 @@ class Server:
     def _stage(self, connection: Connection, message: Message) -> Message:
         """Receives the tensors of one publish, in the reader's thread; keeps an error until the sender has finished."""
         _, call, version = message
-        stage = WeightStage(self._scheduler.config, self._scheduler.device)
+        stage = WeightStage(self._scheduler.config, self._scheduler.device, self._dtype)
         failure: str | None = None
         while (part := connection.recv())[0] == "tensor":
             _, name, dtype, shape = part

@@ -6,6 +6,8 @@ Invariants (``tests/rollout/test_embedded_model.py``):
    misshapen one is an ``EngineError`` that names it.
 2. Rows of q and k, their biases and norms, are permuted so that the two halves of a rotary pair lie side by side:
    rotation is then one complex product. Scores are unchanged, because q and k are permuted alike.
+3. Every weight has the value that the stage's type gives it, but for the bias that a router chooses with; what fp32 is
+   computed with (embedding and head, norms, router) is kept in fp32.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.models.hf_map import expert_names, hf_shapes
+from megatron_ext.models.hf_map import expert_names, hf_shapes, is_bias_of_router
 from megatron_ext.rollout.engine import EngineError
 
 
 @dataclass
 class LayerWeights:
-    """One decoder layer, fp32, matrices stored input-major so that ``x @ w`` needs no transposition.
+    """One decoder layer, matrices stored input-major so that ``x @ w`` needs no transposition. Norms, router and its bias
+    are fp32, the rest is of the stage's type.
 
     ``qkv`` [H, (heads + 2 kv_heads) D], ``qkv_bias`` of its columns or None; ``qk_norm`` [heads + kv_heads, D], the
     query part already times D^-0.5 (a model without these norms has ones); ``out`` [heads D, H]; ``router`` [H, E] or
@@ -45,12 +48,14 @@ class LayerWeights:
 
 @dataclass
 class ModelWeights:
-    """``embed`` [V, H], ``head`` [H, V] (a view of ``embed`` when tied), ``norm`` [H]."""
+    """``embed`` [V, H], ``head`` [H, V] (a view of ``embed`` when tied), ``norm`` [H], fp32; ``dtype`` of matrices and
+    activations in ``layers``."""
 
     embed: torch.Tensor
     head: torch.Tensor
     norm: torch.Tensor
     layers: list[LayerWeights]
+    dtype: torch.dtype
 
 
 def pair_order(head_dim: int, rotary_dim: int = 0) -> torch.Tensor:
@@ -61,10 +66,14 @@ def pair_order(head_dim: int, rotary_dim: int = 0) -> torch.Tensor:
 
 
 class WeightStage:
-    """Collects one publish. ``add`` each tensor, then ``finish``; the weights served before stay untouched."""
+    """Collects one publish. ``add`` each tensor, then ``finish``; the weights served before stay untouched.
 
-    def __init__(self, config: HFConfig, device: torch.device) -> None:
-        self._config = g = config
+    ``dtype`` float32 or bfloat16: of the matrices, and what every weight is rounded to.
+    """
+
+    def __init__(self, config: HFConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self._config, self._dtype = config, dtype
+        g = config
         self._expected = hf_shapes(g)
         self._missing = set(self._expected)
         self._order = pair_order(g.head_dim, g.rotary_dim)
@@ -72,6 +81,9 @@ class WeightStage:
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
+
+        def matrix(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
 
         embed = empty(g.vocab, g.hidden)
         head = embed.t() if g.tie_word_embeddings else empty(g.vocab, g.hidden).t()
@@ -82,20 +94,20 @@ class WeightStage:
             layers.append(
                 LayerWeights(
                     norm=empty(g.hidden),
-                    qkv=empty(g.hidden, (g.heads + 2 * g.kv_heads) * g.head_dim),
-                    qkv_bias=empty((g.heads + 2 * g.kv_heads) * g.head_dim) if g.qkv_bias else None,
+                    qkv=matrix(g.hidden, (g.heads + 2 * g.kv_heads) * g.head_dim),
+                    qkv_bias=matrix((g.heads + 2 * g.kv_heads) * g.head_dim) if g.qkv_bias else None,
                     qk_norm=self._norm_of_ones(device),
-                    out=empty(g.heads * g.head_dim, g.hidden),
+                    out=matrix(g.heads * g.head_dim, g.hidden),
                     ffn_norm=empty(g.hidden),
                     router=empty(g.hidden, g.num_experts) if moe else None,
                     bias=empty(g.num_experts) if moe and g.expert_bias else None,
-                    up=empty(blocks, g.hidden, 2 * width),
-                    down=empty(blocks, width, g.hidden),
-                    shared_up=empty(g.hidden, 2 * shared) if shared else None,
-                    shared_down=empty(shared, g.hidden) if shared else None,
+                    up=matrix(blocks, g.hidden, 2 * width),
+                    down=matrix(blocks, width, g.hidden),
+                    shared_up=matrix(g.hidden, 2 * shared) if shared else None,
+                    shared_down=matrix(shared, g.hidden) if shared else None,
                 )
             )
-        self._weights = ModelWeights(embed, head, empty(g.hidden), layers)
+        self._weights = ModelWeights(embed, head, empty(g.hidden), layers, dtype)
 
     def _norm_of_ones(self, device: torch.device) -> torch.Tensor:
         g = self._config
@@ -114,7 +126,9 @@ class WeightStage:
             raise EngineError(f"publish: weight {name!r} has shape {tuple(tensor.shape)}, the model needs {shape}")
         if not tensor.is_floating_point():
             raise EngineError(f"publish: weight {name!r} has type {tensor.dtype}, a float type is needed")
-        self._place(name, tensor)
+        # Engines keep the bias of a router's choice in fp32 whatever else they compute in.
+        rounded = tensor if is_bias_of_router(name) else tensor.to(self._dtype)
+        self._place(name, rounded)
         self._missing.remove(name)
 
     def finish(self) -> ModelWeights:

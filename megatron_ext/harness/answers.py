@@ -1,0 +1,32 @@
+"""The gold answer of a task as ids, prepared for scoring: how likely is it, said now?
+
+``answer_prefix`` is what comes between the end of a session and the answer: the generation prompt, and the tool call up
+to its value. ``answer`` are the answer's ids. Both are cut out of one tokenised call, so that they are the tokens of a
+model that says the whole call; a token that holds the answer's first character belongs to the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_ext.harness.template import ChatCodec
+
+ANSWER_PREFIX, ANSWER = "answer_prefix", "answer"
+
+
+@dataclass(frozen=True)
+class AnswerCall:
+    """A turn that gives the gold answer. ``text[start:end]`` is the answer; ``end`` 0: the task has none."""
+
+    text: str = ""
+    start: int = 0
+    end: int = 0
+
+
+def prepared_answer(codec: ChatCodec, call: AnswerCall) -> Mapping[str, list[int]]:
+    """``prepared`` ids by name; empty ones when the task has no gold answer."""
+    if not call.end:
+        return {ANSWER_PREFIX: [], ANSWER: []}
+    before, answer = codec.cut_turn(call.text, call.start, call.end)
+    return {ANSWER_PREFIX: [*codec.generation_prompt(), *before], ANSWER: answer}

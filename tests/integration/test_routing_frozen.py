@@ -1,0 +1,49 @@
+"""Frozen routers in every layout: the same bits after several steps, while all else learns (``moe/policies.py``, 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from launch.benches._ranks import RankPool
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+ENTRY = "tests.helpers.frozen_ranks:train"
+SHARDED = {"distributed_optimizer": True}
+TENSOR = {"tensor": 2, "sequence": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "dp2 distributed optimizer": SHARDED,
+    "tp2 sp": TENSOR,
+    "tp2 sp ep2": {**TENSOR, "expert": 2},
+    "ep2": {"expert": 2},
+    "ep2 distributed optimizer": {"expert": 2, **SHARDED},
+    "pp2": {"pipeline": 2},
+    "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "cp2": {"context": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(2, tmp_path_factory.mktemp("ranks"), preload="tests.helpers.frozen_ranks") as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_frozen_routers_are_the_same_bits(pool: RankPool, layout: str, dtype: str) -> None:
+    """Weight decay, Adam's moments, fp32 masters copied back, shards gathered: none moves a router."""
+    for moved in pool.call(ENTRY, LAYOUTS[layout], "frozen", dtype, 3, world=2):
+        assert moved.routers >= 4 and moved.changed == ()
+        assert moved.still == (), "everything else learns"
+
+
+@pytest.mark.parametrize("layout", ["dp2 distributed optimizer", "tp2 sp"])
+def test_trained_routers_move(pool: RankPool, layout: str) -> None:
+    """So that the test above can fail: weights, and expert biases that are balanced."""
+    for moved in pool.call(ENTRY, LAYOUTS[layout], "trained", "float32", 1, world=2):
+        assert len(moved.changed) == moved.routers
