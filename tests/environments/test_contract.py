@@ -220,9 +220,9 @@ def random_action(environment: Any, rng: Random) -> Action:
         tool, argument = rng.choice((("search", "query"), ("answer", "value"), ("spawn_subagent", "query")))
         return ToolCall(tool, {argument: name})
     if isinstance(environment, Records):
-        tool = rng.choice(environment.tools())
+        spec = rng.choice(environment.tools())
         values = {"name": " ".join(rng.choice(words) for words in (ADJECTIVES, NOUNS)), "shelf": rng.choice(SHELVES)}
-        return ToolCall(tool.name, {key: values[key] for key in tool.parameters["required"]})
+        return ToolCall(spec.name, {key: values[key] for key in spec.parameters["required"]})
     if environment.tools():
         number = rng.randint(0, 200)
         if rng.random() < 0.5:

@@ -47,9 +47,13 @@ def call(tool: str, **arguments: object) -> ToolCall:
     return ToolCall(tool, arguments)
 
 
-def play(environment: Records, seed: int, rate: float, split: str = "train") -> list[tuple[ToolCall | None, Observation]]:
+Log = list[tuple[ToolCall | None, Observation]]
+
+
+def play(environment: Records, seed: int, rate: float, split: str = "train") -> Log:
+    """(call, observation) of a scripted episode; the first entry is the reset."""
     rng = Random(seed)
-    log: list[tuple[ToolCall | None, Observation]] = [(None, environment.reset(seed, split=split))]
+    log: Log = [(None, environment.reset(seed, split=split))]
     while not log[-1][1].done and len(log) < 60:
         action = environment.expert_action(rng, rate)
         log.append((action, check_labels(environment, environment.step(action))))
@@ -294,7 +298,8 @@ def test_random_player_fails() -> None:
             item = rng.choice(store.items)  # it even knows which items are meant
             tool = rng.choice(TOOLS)
             values = {"name": item.name, "shelf": rng.choice(store.shelves)}
-            observation = environment.step(ToolCall(tool.name, {key: values[key] for key in tool.parameters["required"]}))
+            arguments = {key: values[key] for key in tool.parameters["required"]}
+            observation = environment.step(ToolCall(tool.name, arguments))
         wins += observation.success
     assert wins <= 7
 

@@ -1,4 +1,4 @@
-"""What ``docs/write_a_method.md`` shows is run as it stands: its files are written, its test passes, its recipe trains."""
+"""What ``docs/write_a_method.md`` shows, run as it stands: its files are written, its test passes, its recipe trains"""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_off_arm_is_without_it(page: Path) -> None:
 def test_it_trains(page: Path, tmp_path: Path) -> None:
     result = train(prepare(["recipe=late", *TINY, f"run.root={tmp_path / 'runs'}"], page), page)
     assert result.steps == 2
-    rows = read_metrics(result.run_dir / FILE_NAME)
+    rows = [row for row in read_metrics(result.run_dir / FILE_NAME) if "credit/late/mean/weight" in row]
     assert len(rows) == 2
     for row in rows:
         check(name for name in row if name.startswith("credit/"))

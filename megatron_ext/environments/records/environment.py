@@ -1,8 +1,8 @@
 """A store's records, kept with tools that read, create, update and delete them.
 
 "Handle: copper lantern, red vase." The agent reads an item and does what its row says (``records/layout.py``):
-``create_request`` where there is none left, ``update_item`` where it stands on the wrong shelf, ``delete_item`` where it
-is broken, nothing where all is right; then ``finish``. Which operation is right can only be known by reading.
+``delete_item`` where it is broken, ``create_request`` where there is none left, ``update_item`` where it stands on the
+wrong shelf, nothing where all is right; then ``finish``. Which operation is right can only be known by reading.
 
 Invariants (``tests/environments/test_records.py`` and ``test_contract.py``):
 

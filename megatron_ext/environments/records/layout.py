@@ -1,8 +1,8 @@
 """What a task about the records is: the items to handle and what each needs, the rest of the rows, and the names.
 
-An item's row alone says what it needs, and the first rule that fits decides: a broken item is deleted; one of which there
-is none is requested; one that stands on a wrong shelf is moved to the shelf its row names; else it is right as it is. The
-fields that do not decide are drawn too, and a broken item always fits a later rule as well.
+An item's row alone says what it needs, and the first rule that fits decides: a broken item is deleted; one of which
+there is none is requested; one that stands on a wrong shelf is moved to the shelf its row names; else it is right as it
+is. The fields that do not decide are drawn too, and a broken item always fits a later rule as well.
 
 Invariants (``tests/environments/test_records.py``):
 
@@ -62,10 +62,11 @@ class StoreShape:
             raise ValueError(f"records: items must be 1 to rows={self.rows}, got {self.items}")
         if not 2 <= self.shelves <= len(SHELVES):
             raise ValueError(f"records.shelves must be 2 to {len(SHELVES)}, got {self.shelves}")
-        known = [need.value for need in Need]
-        if not set(self.needs) <= set(known) or len(set(self.needs)) < len(self.needs) or not set(self.needs) - {Need.NOTHING}:
+        known, given = [one.value for one in Need], set(self.needs)
+        if not given <= set(known) or len(given) < len(self.needs) or not given - {Need.NOTHING}:
             raise ValueError(
-                f"records.needs must be different ones of {', '.join(known)}, one of which writes, got {list(self.needs)}"
+                f"records.needs must be different ones of {', '.join(known)}, one of which writes, "
+                f"got {list(self.needs)}"
             )
         most = min(len(ADJECTIVES), len(NOUNS))
         if not 4 <= self.words <= most:

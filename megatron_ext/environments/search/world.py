@@ -174,7 +174,8 @@ class World:
             facts.append((rng.choice(companies if relation == "moved" else people), relation, rng.choice(cities)))
         rng.shuffle(facts)
         self.passages = tuple(
-            Passage(document_id(i), _written(shape, rng, *fact), fact[0], fact[1], fact[2]) for i, fact in enumerate(facts)
+            Passage(document_id(i), _written(shape, rng, *fact), fact[0], fact[1], fact[2])
+            for i, fact in enumerate(facts)
         )
         self.starts: dict[tuple[str, ...], list[str]] = {
             ("founder",): companies,

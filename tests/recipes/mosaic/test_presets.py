@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_an_arm_differs_from_micro_in_its_credit_alone(preset: str) -> None:
 
 def test_demonstrations_hold_every_kind_of_session() -> None:
     config = compose(["recipe=mosaic/micro"], RECIPES)
-    environment = build_environment("library", config.environments["library"])
+    environment: Any = build_environment("library", config.environments["library"])
     tokenizer = learn_tokenizer(
         environment.corpus("train", 200), vocab_size=config.tokenizer.vocab_size, phrases=config.tokenizer.phrases
     )

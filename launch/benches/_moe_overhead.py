@@ -1,0 +1,88 @@
+"""What replay and routing losses cost a training step, and that a closed gate costs nothing but their measurement.
+
+A step is the main loop's between the arrival of its groups and its last metric: rows, packing, scoring, credit, the
+batch's optimizer steps, metrics. Playing, which neither changes, is left out, so that a step of a run is longer and the
+overheads in it are smaller. The ways take turns in rotating order on one trainer and one batch with learning rate 0; an
+overhead is the median over rounds of the ratio to the plain step of the same round, less 1.
+
+Invariants (``tests/launch/test_bench_moe.py``):
+
+1. All ways train the same tokens with the same weights.
+2. With the gate closed parameters are compared after steps that move them, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from launch.benches._moe_setup import Size, World, groups_of, training_step
+from megatron_ext.training.run_state import Run
+from megatron_ext.trajectory.record import TrajectoryBatch
+
+WAYS = ("plain", "replay", "losses")
+STRUCTURED: Mapping[str, Any] = {
+    "_target_": "megatron_ext.moe.structured.StructuredRouter",
+    "operations": 5,
+    "error_every": 0,
+}
+OPEN = {**STRUCTURED, "entropy_high": 100.0}
+CLOSED = {**STRUCTURED, "entropy_low": 50.0, "entropy_high": 100.0}  # a vocabulary of 1,024 has at most 6.9 nats
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of each round's step, one list a way; ``cpu`` of all threads of the process."""
+
+    wall: Mapping[str, list[float]]
+    cpu: Mapping[str, list[float]]
+
+    def overhead(self, way: str) -> float:
+        """Of the plain step."""
+        return _overhead(self.wall, way)
+
+    def cpu_overhead(self, way: str) -> float:
+        return _overhead(self.cpu, way)
+
+
+def _overhead(seconds: Mapping[str, list[float]], way: str) -> float:
+    return median(a / b for a, b in zip(seconds[way], seconds["plain"], strict=True)) - 1
+
+
+def timed(world: World, size: Size, batch: TrajectoryBatch) -> Timings:
+    """``size.rounds`` rounds of the three ways."""
+    trainer = world.trainer(OPEN)
+    runs: dict[str, Run] = {way: world.run(trainer, replay=way == "replay", lr=0.0) for way in WAYS}
+    for way in ("plain", "replay"):
+        runs[way].routing = None
+    groups = groups_of(batch)
+    wall: dict[str, list[float]] = {way: [] for way in WAYS}
+    cpu: dict[str, list[float]] = {way: [] for way in WAYS}
+    for way in WAYS:
+        training_step(runs[way], groups)
+    for number in range(size.rounds):
+        turn = number % len(WAYS)
+        for way in WAYS[turn:] + WAYS[:turn]:
+            began, spent = time.perf_counter(), time.process_time()
+            training_step(runs[way], groups)
+            wall[way].append(time.perf_counter() - began)
+            cpu[way].append(time.process_time() - spent)
+    return Timings(wall, cpu)
+
+
+def changed_parameters(world: World, size: Size, batch: TrajectoryBatch, router: Mapping[str, Any]) -> int:
+    """Parameters, counted by element, that differ in any bit from plain RL's after ``closed_steps`` steps."""
+    groups, found = groups_of(batch), []
+    for node in (None, router):
+        trainer = world.trainer(node)
+        run = world.run(trainer, steps=size.closed_steps)
+        for _ in range(size.closed_steps):
+            training_step(run, groups)
+        found.append(trainer.snapshot())
+    bits = [[value.view(torch.int32) for value in values] for values in found]
+    return sum(int((a != b).sum()) for a, b in zip(*bits, strict=True))

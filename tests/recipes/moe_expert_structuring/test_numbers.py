@@ -1,0 +1,88 @@
+"""Structured expert selection: the worked numbers of its specification under the recipe's own configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from launch.paths import RECIPES
+from megatron_ext.config.compose import compose
+from megatron_ext.config.instantiate import instantiate
+from megatron_ext.moe.routing_losses import consistency, jaccard, pulled
+from megatron_ext.moe.statistics import RoutingStatistics
+from megatron_ext.moe.structured import StructuredRouter
+
+TURNS = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.1, 0.2, 0.7]], dtype=torch.float64)
+READ, UPDATE = 0, 2  # numbers of the environment's operations
+
+
+def policy(preset: str = "recipe", *overrides: str) -> StructuredRouter:
+    node = compose([f"recipe=moe_expert_structuring/{preset}", *overrides], RECIPES).model.router
+    made = instantiate(node, where="model.router")
+    assert isinstance(made, StructuredRouter)
+    return made
+
+
+def statistics(router: StructuredRouter, operations: tuple[int, ...], **values: Any) -> RoutingStatistics:
+    """Of one layer whose turns ``TURNS`` are tool use of ``operations``, without thinking."""
+    sums = torch.zeros(1, 2, router.operations, 3, dtype=torch.float64)
+    turns = torch.zeros(2, router.operations, dtype=torch.float64)
+    for p, operation in zip(TURNS, operations, strict=True):
+        sums[0, 1, operation] += p
+        turns[1, operation] += 1
+    given: dict[str, Any] = {"entropy": 0.1, "pairs": 2, **values}
+    none = torch.zeros(1, dtype=torch.float64)
+    return RoutingStatistics(sums=sums, turns=turns, local=none, pulled=none, **given)
+
+
+def sets(*members: tuple[int, ...]) -> torch.Tensor:
+    found = torch.zeros(len(members), 4, dtype=torch.bool)
+    for row, one in enumerate(members):
+        found[row, list(one)] = True
+    return found
+
+
+def test_turns_of_two_operations() -> None:
+    found = statistics(policy(), (READ, READ, UPDATE))
+    assert torch.allclose(found.sums[0, 1, READ] / 2, torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64))
+    # The field without turns (thinking) is left out of the mean, not counted as 0.
+    assert found.information() == pytest.approx(0.2101309, abs=5e-8)
+    assert found.information() < (bound := 0.6365142) == pytest.approx(math.log(3) - 2 / 3 * math.log(2), abs=5e-8)
+    assert found.information() < min(bound, math.log(3))
+    assert statistics(policy(), (READ, READ, READ)).information() == pytest.approx(0, abs=1e-12)
+
+
+def test_the_turn_loss_is_minus_the_information_times_its_coefficient() -> None:
+    router = policy()
+    opened = statistics(router, (READ, READ, UPDATE))
+    term = router.term(opened, opened.turns, 2)
+    assert term is not None and term.turn is not None and term.token == pytest.approx(router.consistency / 2)
+    weights = term.turn.view(2, router.operations, 3)[1].double()
+    loss = sum(weights[o] @ p for o, p in zip((READ, READ, UPDATE), TURNS, strict=True))
+    assert float(loss) == pytest.approx(-router.mutual_information * 0.2101309, rel=1e-6)
+
+
+def test_pairs_of_tokens() -> None:
+    before, now = sets((0, 1)), sets((0, 2))
+    assert float(1 - jaccard(before, now)) == pytest.approx(2 / 3)
+    selective, forced = policy(), policy("micro_forced")
+    assert selective.threshold == 0.5
+    assert not pulled(before, now, selective.pull, selective.threshold).item()
+    assert pulled(before, before, selective.pull, selective.threshold).item()
+    assert pulled(before, now, forced.pull, forced.threshold).item()
+    p = torch.tensor([[0.5, 0.1, 0.3, 0.1]], dtype=torch.float64)
+    assert float(consistency(p.log(), before)) == pytest.approx(0.5108256, abs=5e-8)
+
+
+@pytest.mark.parametrize(("entropy", "acts"), [(0.0, True), (0.1, True), (0.2, True), (0.2001, False), (2.0, False)])
+def test_the_gate(entropy: float, acts: bool) -> None:
+    gated, always = policy("paper"), policy("micro_nogate")
+    for router, want in ((gated, acts), (always, True)):
+        opened = statistics(router, (READ, READ, UPDATE), entropy=entropy)
+        assert (router.term(opened, opened.turns, 2) is not None) == want
+    nothing = policy("recipe", "model.router.mutual_information=0", "model.router.consistency=0")
+    opened = statistics(nothing, (READ, READ, UPDATE))
+    assert nothing.term(opened, opened.turns, 2) is None
