@@ -27,7 +27,6 @@ from megatron_ext.training.run_state import Run
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.trajectory.record import TrajectoryBatch
 
-
 Weights = Sequence[tuple[str, torch.Tensor]]
 
 
@@ -80,30 +79,31 @@ def mismatch(live: Run, replayed: Run, batch: TrajectoryBatch) -> Mismatch:
     )
 
 
-def played(world: World, size: Size, dtype: str) -> tuple[TrajectoryBatch, Mismatch]:
+def played(world: World, tasks: int, dtype: str) -> tuple[TrajectoryBatch, Mismatch]:
     """Episodes of an engine of that precision with the warm checkpoint, scored by a trainer that has it too."""
     trainer = world.trainer()
     with world.playing(dtype) as players:
         players.engine.publish(_copies(world, trainer), 0)
-        batch = players.roll_out(dtype, 0, size.tasks)
+        batch = players.roll_out(dtype, 0, tasks)
     return batch, mismatch(world.run(trainer), world.run(trainer, replay=True), batch)
 
 
-def stale(world: World, size: Size) -> list[Mismatch]:
+def stale(world: World, size: Size) -> tuple[list[Mismatch], list[float]]:
     """One a step of RL with replay, before the step trains: the bf16 engine sampled with older weights than those that
-    score."""
+    score. And each step's success."""
     trainer = world.trainer()
-    live, run = world.run(trainer), world.run(trainer, replay=True, steps=size.stale_steps)
+    live, run = world.run(trainer), world.run(trainer, replay=True, lr=size.stale_lr, steps=size.stale_steps)
     kept: deque[Weights] = deque(maxlen=size.lag + 1)
-    found = []
+    found, success = [], []
     with world.playing("bfloat16") as players:
         for step in range(size.stale_steps):
             kept.append(_copies(world, trainer))
             players.engine.publish(kept[0], step)
             batch = players.roll_out(f"stale{step}", step * size.stale_tasks, size.stale_tasks)
             found.append(mismatch(live, run, batch))
+            success.append(float(batch.success.mean()))
             training_step(run, groups_of(batch))
-    return found
+    return found, success
 
 
 def _copies(world: World, trainer: Trainer) -> Weights:

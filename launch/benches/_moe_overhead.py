@@ -3,7 +3,10 @@
 A step is the main loop's between the arrival of its groups and its last metric: rows, packing, scoring, credit, the
 batch's optimizer steps, metrics. Playing, which neither changes, is left out, so that a step of a run is longer and the
 overheads in it are smaller. The ways take turns in rotating order on one trainer and one batch with learning rate 0; an
-overhead is the median over rounds of the ratio to the plain step of the same round, less 1.
+overhead is the median over rounds of the ratio to the other way's step of the same round, less 1.
+
+``checked`` is ``losses`` in a step that also measures what the linearisation missed. ``single`` makes one optimizer
+step a batch, which needs no scoring forward; ``single_losses`` then has one of its own.
 
 Invariants (``tests/launch/test_bench_moe.py``):
 
@@ -22,16 +25,16 @@ from typing import Any
 import torch
 
 from launch.benches._moe_setup import Size, World, groups_of, training_step
+from megatron_ext.config.instantiate import instantiate
+from megatron_ext.training.routing import RoutingLosses
 from megatron_ext.training.run_state import Run
 from megatron_ext.trajectory.record import TrajectoryBatch
 
-WAYS = ("plain", "replay", "losses")
-STRUCTURED: Mapping[str, Any] = {
-    "_target_": "megatron_ext.moe.structured.StructuredRouter",
-    "operations": 5,
-    "error_every": 0,
-}
-OPEN = {**STRUCTURED, "entropy_high": 100.0}
+EVERY_ROUND = ("plain", "replay", "losses")
+SOME_ROUNDS = ("checked", "single", "single_losses")
+STRUCTURED: Mapping[str, Any] = {"_target_": "megatron_ext.moe.structured.StructuredRouter", "operations": 5}
+OPEN = {**STRUCTURED, "entropy_high": 100.0, "error_every": 0}
+CHECKED = {**OPEN, "error_every": 1}
 CLOSED = {**STRUCTURED, "entropy_low": 50.0, "entropy_high": 100.0}  # a vocabulary of 1,024 has at most 6.9 nats
 
 
@@ -42,32 +45,43 @@ class Timings:
     wall: Mapping[str, list[float]]
     cpu: Mapping[str, list[float]]
 
-    def overhead(self, way: str) -> float:
-        """Of the plain step."""
-        return _overhead(self.wall, way)
+    def overhead(self, way: str, other: str = "plain") -> float:
+        """Of the other way's step."""
+        return _overhead(self.wall, way, other)
 
-    def cpu_overhead(self, way: str) -> float:
-        return _overhead(self.cpu, way)
+    def cpu_overhead(self, way: str, other: str = "plain") -> float:
+        return _overhead(self.cpu, way, other)
 
 
-def _overhead(seconds: Mapping[str, list[float]], way: str) -> float:
-    return median(a / b for a, b in zip(seconds[way], seconds["plain"], strict=True)) - 1
+def _overhead(seconds: Mapping[str, list[float]], way: str, other: str) -> float:
+    # Ways of some rounds only were in the first ones.
+    return median(a / b for a, b in zip(seconds[way], seconds[other], strict=False)) - 1
+
+
+def ways(world: World) -> dict[str, Run]:
+    """A job for each way, all on one trainer."""
+    trainer = world.trainer(OPEN)
+    runs = {way: world.run(trainer, replay=way == "replay", lr=0.0) for way in EVERY_ROUND}
+    runs["checked"] = world.run(trainer, lr=0.0)
+    runs |= {way: world.run(trainer, lr=0.0, updates=1) for way in ("single", "single_losses")}
+    for way in ("plain", "replay", "single"):
+        runs[way].routing = None
+    policy = instantiate(CHECKED)
+    runs["checked"].routing = RoutingLosses(trainer, policy)
+    return runs
 
 
 def timed(world: World, size: Size, batch: TrajectoryBatch) -> Timings:
-    """``size.rounds`` rounds of the three ways."""
-    trainer = world.trainer(OPEN)
-    runs: dict[str, Run] = {way: world.run(trainer, replay=way == "replay", lr=0.0) for way in WAYS}
-    for way in ("plain", "replay"):
-        runs[way].routing = None
-    groups = groups_of(batch)
-    wall: dict[str, list[float]] = {way: [] for way in WAYS}
-    cpu: dict[str, list[float]] = {way: [] for way in WAYS}
-    for way in WAYS:
-        training_step(runs[way], groups)
+    """``size.rounds`` rounds of the first three ways, ``size.other_rounds`` of them with the others."""
+    runs, groups = ways(world), groups_of(batch)
+    wall: dict[str, list[float]] = {way: [] for way in runs}
+    cpu: dict[str, list[float]] = {way: [] for way in runs}
+    for run in runs.values():
+        training_step(run, groups)
     for number in range(size.rounds):
-        turn = number % len(WAYS)
-        for way in WAYS[turn:] + WAYS[:turn]:
+        due = EVERY_ROUND + (SOME_ROUNDS if number < size.other_rounds else ())
+        turn = number % len(due)
+        for way in due[turn:] + due[:turn]:
             began, spent = time.perf_counter(), time.process_time()
             training_step(runs[way], groups)
             wall[way].append(time.perf_counter() - began)

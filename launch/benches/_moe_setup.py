@@ -61,18 +61,23 @@ from megatron_ext.trajectory.task import Task
 @dataclass(frozen=True)
 class Size:
     """What is measured on. ``demonstrations`` and ``epochs`` bound the warm start; a batch is ``tasks`` x ``samples``
-    trajectories. ``rounds`` of steps are timed, ``closed_steps`` compared with the gate closed; the stale run makes
-    ``stale_steps`` steps of ``stale_tasks`` tasks with an engine ``lag`` steps behind."""
+    trajectories, ``equal_tasks`` of them in one precision. ``rounds`` of steps are timed, in ``other_rounds`` also
+    those without a bar; ``closed_steps`` are compared with the gate closed. The stale run makes ``stale_steps`` steps
+    of ``stale_tasks`` tasks with an engine ``lag`` steps behind, at a learning rate (``stale_lr``) so small that a
+    policy of some steps ago is still nearly today's."""
 
     demonstrations: int = 1600
     epochs: float = 2.0
     tasks: int = 16
     samples: int = 8
+    equal_tasks: int = 8
     rounds: int = 24
+    other_rounds: int = 8
     closed_steps: int = 3
     stale_steps: int = 20
     stale_tasks: int = 8
     lag: int = 4
+    stale_lr: float = 5e-5
     threads: int = 2
 
 
@@ -145,9 +150,20 @@ class World:
         wrapped, optimizer = wrap(chunks, config.optimizer, config.parallel, self.backend)
         return Trainer(wrapped, optimizer, self.context, temperature=config.rollout.temperature, router=policy)
 
-    def run(self, trainer: Trainer, *, replay: bool = False, lr: float | None = None, steps: int = 1) -> Run:
-        """A job of ``steps`` steps on this trainer, without those who play."""
+    def run(
+        self,
+        trainer: Trainer,
+        *,
+        replay: bool = False,
+        lr: float | None = None,
+        steps: int = 1,
+        updates: int | None = None,
+    ) -> Run:
+        """A job of ``steps`` steps on this trainer, without those who play; ``lr`` and ``updates`` (optimizer steps a
+        batch) where they are not the recipe's."""
         config = replace(self.config, run=replace(self.config.run, steps=steps))
+        if updates is not None:
+            config = replace(config, batch=replace(config.batch, optimizer_steps_per_batch=updates))
         if replay:
             config = replace(config, rollout=replace(config.rollout, record_routing=True, replay_routing=True))
         if lr is not None:

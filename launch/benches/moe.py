@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 from launch.benches._moe_mismatch import Mismatch, played, pooled, stale
-from launch.benches._moe_overhead import CLOSED, OPEN, WAYS, changed_parameters, timed
+from launch.benches._moe_overhead import CLOSED, EVERY_ROUND, OPEN, changed_parameters, timed
 from launch.benches._moe_setup import Size, World, world
 from launch.measurement import Measurement, Report
 from megatron_ext.trajectory.record import TrajectoryBatch
@@ -35,12 +35,12 @@ def run(report: Report) -> None:
 def measure(report: Report, size: Size, root: Path, cache: Path) -> None:
     """The whole bench under folder ``root``; a warm checkpoint found in ``cache`` is not made again."""
     with world(size, root, cache) as made:
-        batch, found = played(made, size, "bfloat16")
-        _two_precisions(report, made, found)
-        _one_precision(report, made, played(made, size, "float32")[1])
-        _costs(report, made, size, batch)
-        _gate(report, made, size, batch)
-        _stale(report, made, size, stale(made, size))
+        batch, found = played(made, size.tasks, "bfloat16")
+        report_two_precisions(report, made, found)
+        report_one_precision(report, played(made, size.equal_tasks, "float32")[1])
+        report_costs(report, made, size, batch)
+        report_gate(report, made, size, batch)
+        report_stale(report, size, *stale(made, size))
 
 
 def _model(made: World) -> str:
@@ -51,7 +51,7 @@ def _model(made: World) -> str:
     )
 
 
-def _two_precisions(report: Report, made: World, found: Mismatch) -> None:
+def report_two_precisions(report: Report, made: World, found: Mismatch) -> None:
     apart = found.apart
     if not apart.any():
         raise RuntimeError("no sampled token was routed differently in two precisions: take a larger batch")
@@ -67,33 +67,40 @@ def _two_precisions(report: Report, made: World, found: Mismatch) -> None:
     report(Measurement("moe_routed_apart", share, "of sampled tokens", None, "lower", everywhere))
 
 
-def _one_precision(report: Report, made: World, found: Mismatch) -> None:
+def report_one_precision(report: Report, found: Mismatch) -> None:
     count, agreed = len(found.live), int(found.agreed.sum())
     live = float(found.live[found.agreed].max())
     size = f"largest of {agreed} of {count} sampled tokens; engine and trainer fp32"
     report(Measurement("moe_equal_precision_agreed", live, NATS, EQUAL_BAR, "lower", size))
     size = f"largest of all {count} sampled tokens, {int(found.apart.sum())} of them apart without replay"
-    report(
-        Measurement("moe_equal_precision_replayed", float(found.replayed.max()), NATS, EQUAL_BAR, "lower", size)
-    )
+    report(Measurement("moe_equal_precision_replayed", float(found.replayed.max()), NATS, EQUAL_BAR, "lower", size))
+    mean = float(found.replayed.mean())
+    report(Measurement("moe_equal_precision_replayed_mean", mean, NATS, None, "lower", f"mean of {count}"))
 
 
-def _costs(report: Report, made: World, size: Size, batch: TrajectoryBatch) -> None:
+def report_costs(report: Report, made: World, size: Size, batch: TrajectoryBatch) -> None:
     times = timed(made, size, batch)
-    label = (
-        f"{batch.num_trajectories} trajectories, {batch.num_tokens} tokens, "
-        f"{made.config.batch.optimizer_steps_per_batch} optimizer steps; {size.threads} threads; "
-        f"median of {size.rounds} rounds in turns"
+    tokens = f"{batch.num_trajectories} trajectories, {batch.num_tokens} tokens; {size.threads} threads"
+    updates = f"{made.config.batch.optimizer_steps_per_batch} optimizer steps a batch"
+    label = f"{tokens}; {updates}; median of {size.rounds} rounds in turns"
+    some = f"{tokens}; {{}}; median of {min(size.other_rounds, size.rounds)} rounds in turns"
+    checked = f"{updates}, in a step that measures the linearisation's error (every 10th by default)"
+    single = "one optimizer step a batch, of which the plain one needs no scoring forward"
+    rows: tuple[tuple[str, str, str, float | None, str], ...] = (
+        ("moe_replay_overhead", "replay", "plain", REPLAY_BAR, label),
+        ("moe_routing_loss_overhead", "losses", "plain", LOSSES_BAR, label),
+        ("moe_routing_loss_cost_checked", "checked", "plain", None, some.format(checked)),
+        ("moe_routing_loss_cost_single", "single_losses", "single", None, some.format(single)),
     )
-    names = {"replay": ("moe_replay_overhead", REPLAY_BAR), "losses": ("moe_routing_loss_overhead", LOSSES_BAR)}
-    for way, (name, bar) in names.items():
-        report(Measurement(name, times.overhead(way), "of a plain step", bar, "lower", label))
-        report(Measurement(f"{name}_cpu", times.cpu_overhead(way), "of its CPU time", None, "lower", label))
-    for way in WAYS:
+    for name, way, other, bar, size_of in rows:
+        report(Measurement(name, times.overhead(way, other), "of the plain step", bar, "lower", size_of))
+        cpu = times.cpu_overhead(way, other)
+        report(Measurement(f"{name}_cpu", cpu, "of its CPU time", None, "lower", size_of))
+    for way in EVERY_ROUND:
         report(Measurement(f"moe_step_{way}", median(times.wall[way]), "s", None, "lower", label))
 
 
-def _gate(report: Report, made: World, size: Size, batch: TrajectoryBatch) -> None:
+def report_gate(report: Report, made: World, size: Size, batch: TrajectoryBatch) -> None:
     total = sum(parameter.numel() for chunk in made.trainer().chunks for parameter in chunk.parameters())
     label = f"of {total} after {size.closed_steps} training steps, against plain RL"
     for name, router, bar in (("closed", CLOSED, 0.0), ("open", OPEN, None)):
@@ -101,14 +108,14 @@ def _gate(report: Report, made: World, size: Size, batch: TrajectoryBatch) -> No
         report(Measurement(f"moe_gate_{name}_changed", changed, "parameters", bar, "lower", label))
 
 
-def _stale(report: Report, made: World, size: Size, steps: list[Mismatch]) -> None:
+def report_stale(report: Report, size: Size, steps: list[Mismatch], success: list[float]) -> None:
     """Means over stretches of the run, over all sampled tokens and over those routed apart."""
     for part in np.array_split(np.arange(len(steps)), min(STALE_PARTS, len(steps))):
         found = pooled([steps[step] for step in part])
         first, last = int(part[0]) + 1, int(part[-1]) + 1
         label = (
-            f"steps {first} to {last} of RL, engine bf16 and {size.lag} steps behind from step {size.lag + 1} on; "
-            f"{len(found.live)} sampled tokens"
+            f"steps {first} to {last} of RL, engine bf16 and {size.lag} steps behind from step {size.lag + 1} on, lr "
+            f"{size.stale_lr:g}; {len(found.live)} sampled tokens; success {float(np.mean(np.take(success, part))):.2f}"
         )
         name = f"moe_stale_steps_{first:02}_{last:02}"
         report(Measurement(f"{name}_live", float(found.live.mean()), NATS, None, "lower", label))

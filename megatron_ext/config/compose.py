@@ -37,7 +37,6 @@ from megatron_ext.config.instantiate import InstantiateError, import_target
 from megatron_ext.config.keys import Kind
 from megatron_ext.config.schema import Config
 
-
 COMPARISON = "comparison.yaml"
 
 

@@ -259,6 +259,8 @@ def _model(cfg: Config, hf: Mapping[str, Any]) -> Iterator[str]:
             yield f"model.aux_loss_coefficient={cfg.model.aux_loss_coefficient}: the model has no experts to balance"
         if cfg.rollout.replay_routing:
             yield "rollout.replay_routing=true: the model has no experts, so no routing to replay"
+        if cfg.rollout.record_routing:
+            yield "rollout.record_routing=true: the model has no experts, so no routing to record"
         if cfg.model.router.get("_target_", "").endswith(STRUCTURED):
             yield f"model.router={cfg.model.router['_target_']}: the model has no experts, so no routing to structure"
     layers, chunks = hf.get("num_hidden_layers"), p.pipeline * p.virtual_pipeline
@@ -415,6 +417,15 @@ def _plug_points(cfg: Config) -> Iterator[str]:
     setters = [name for name, edit in edits.items() if edit.traits.scale.value == "sets"]
     if len(setters) > 1:
         lines.append(f"credit.edits: {' and '.join(setters)} each set the scale of the advantage; keep one")
+    rate = cfg.model.router.get("bias_update_rate", 0)
+    if isinstance(rate, (int, float)) and rate > 0:
+        readers = [f"loss.terms.{name}" for name, term in terms.items() if term.needs_reference]
+        readers += [f"credit.edits.{name}" for name, edit in edits.items() if edit.traits.reference]
+        if readers:
+            lines.append(
+                f"model.router.bias_update_rate={rate}: expert biases move and the reference policy that "
+                f"{', '.join(readers)} reads has none of its own; set it to 0"
+            )
     coefficient = cfg.model.aux_loss_coefficient
     acting = [f"{name}={cfg.model.router[name]}" for name in ROUTING_LOSSES if cfg.model.router.get(name)]
     if acting and cfg.model.router.get("_target_", "").endswith(FROZEN):

@@ -73,7 +73,7 @@ def forward_flops(hf: HFConfig, work: Work) -> int:
 
 
 def _mlp(hf: HFConfig, moe: bool) -> int:
-    """Multiplications a token: gate, up and down projections of the dense layer or of the chosen experts and shared ones."""
+    """Multiplications a token: gate, up and down projections of the dense layer, or of chosen and shared experts."""
     if not moe:
         return 3 * hf.hidden * hf.intermediate
     return hf.hidden * hf.num_experts + (hf.top_k + hf.shared_experts) * 3 * hf.hidden * hf.moe_intermediate

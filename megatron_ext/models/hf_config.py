@@ -76,9 +76,9 @@ class HFConfig:
     The MoE fields are 0, False and empty for ``qwen3``. Token ids are carried for generation and export; None = unset.
     ``qk_norm``: q and k are normalised over each head, over all heads of the layer together, or not.
     ``rotary_dim``: values of a head that rotary embeddings turn; 0 = all. A ``sigmoid`` router chooses by
-    sigmoid(logits) + bias and weighs by the sigmoids of the chosen, which sum to ``routed_scaling``; it may first choose
-    ``top_groups`` of ``expert_groups`` equal groups, by the sum of their two best. ``shared_experts``: how many widths
-    of an expert every token passes through besides.
+    sigmoid(logits) + bias and weighs by the sigmoids of the chosen, which sum to ``routed_scaling``; it may first
+    choose ``top_groups`` of ``expert_groups`` equal groups, by the sum of their two best. ``shared_experts``: how many
+    widths of an expert every token passes through besides.
     """
 
     family: Family

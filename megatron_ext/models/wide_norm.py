@@ -1,12 +1,12 @@
 """RMSNorm of queries or keys over all heads of a layer together, as MiniMax-M2 has it.
 
-Megatron's attention hands a norm the heads of this tensor-parallel rank, [..., heads, D], and expects it to work on each.
+Megatron's attention hands a norm the heads of this tensor-parallel rank, [..., heads, D], each to be normed alone.
 
 Invariants (``tests/integration/test_hf_layouts.py``):
 
 1. Output and gradients are those of one norm over [..., heads x D], however the heads are shared out over ranks.
-2. Every rank holds the whole weight. Megatron adds up the gradients of what is called ``q_layernorm`` and ``k_layernorm``
-   over the tensor-parallel ranks, whatever it is: a rank's own is therefore 0 outside its heads.
+2. Every rank holds the whole weight. Megatron adds up the gradients of what is called ``q_layernorm`` and
+   ``k_layernorm`` over the tensor-parallel ranks, whatever it is: a rank's own is therefore 0 outside its heads.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """``parts`` are those of the reward, None where one has no value; ``advantage`` the range over its trained tokens, None without one."""
+    """``parts`` are those of the reward, None where one has no value; ``advantage`` the range over its trained tokens,
+    None without one."""
 
     name: str
     group: str

@@ -258,7 +258,7 @@ def replay_training(opened: Opened) -> TrainReplay | None:
         with run.phase("update"):
             results, scores = run.update(groups, batch, rows, before, advantage)
         metrics |= update_metrics(results, batch, rows, scores, version, run.clock, run.resumed, run.gather)
-        metrics |= run.routing_metrics(batch, scores)
+        metrics |= run.routing_metrics(batch, scores) | run.routing_losses_done(batch, rows)
         again = StepScores(advantage, weight, scores.logp, scores.entropy, scores.reference)
         parts = run.gather(_token_differences(own.scores, again))
         if not session.ranks.leads:

@@ -6,7 +6,7 @@ said about them (``moe.load``).
 Invariants (``tests/training/test_routing_metrics.py``):
 
 1. Metrics are of the step over all ranks, and the same on every rank.
-2. Steps of the file only grow: what a resumed run undid is dropped before its first step is written.
+2. Steps of the file only grow: what a resumed run undid is dropped (``RoutingLog.drop_after``) before it goes on.
 3. A last line torn by a crash is left out; other damage is an error that names the line.
 """
 
@@ -116,8 +116,7 @@ class RoutingLog:
         line = {"step": step, "layers": list(sums.layers), "loads": sums.counts.tolist(), **said}
         try:
             if not self._opened:
-                self._drop_from(step)
-                self._opened = True
+                self.drop_after(step - 1)
             with self._path.open("ab") as file:
                 file.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
         except OSError as error:
@@ -125,11 +124,12 @@ class RoutingLog:
                 f"{self._path}: step {step} not written: {error.strerror}; free space and continue the run"
             ) from error
 
-    def _drop_from(self, step: int) -> None:
-        """Leaves the whole lines of earlier steps: the others were undone, or torn."""
+    def drop_after(self, step: int) -> None:
+        """Leaves the whole lines up to ``step``: the others were undone, or torn. Call it before the first ``write``."""
+        self._opened = True
         if not self._path.exists():
             return
-        kept = [row for row in read_metrics(self._path) if row["step"] < step]
+        kept = [row for row in read_metrics(self._path) if row["step"] <= step]
         partial = self._path.with_name(f".{FILE_NAME}.partial")
         text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in kept)
         partial.write_text(text, encoding="utf-8")

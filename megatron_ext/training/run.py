@@ -215,6 +215,7 @@ def _set_up(
         run.resumed = {run.incarnation: 0}  # an earlier one may have trained and saved nothing
         if needs_reference(run.terms) or run.pipeline.needs_reference:
             run.reference = trainer.snapshot()
+    run.drop_undone()
     run.tidy_store()
     run.publish()
     return run

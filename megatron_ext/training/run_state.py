@@ -511,6 +511,12 @@ class Run:
             if ref in spent:
                 self.store.delete(ref)
 
+    def drop_undone(self) -> None:
+        """Removes what was kept of steps after ``step``, which are made again: their samples, and their routing."""
+        if self.lead is not None:
+            kept_step.drop_after(self.folder, self.step)
+            self._routing_log.drop_after(self.step)
+
     def tidy_store(self) -> None:
         """Removes what a killed run left in the store: files half written, and groups that the journal never heard of
         (they are generated again). Call it before anything is ordered."""

@@ -9,7 +9,8 @@ Invariants (``tests/training/test_trainer.py``, over layouts ``tests/integration
    by a count of this micro-batch or this rank.
 2. One scheduler and one optimizer step per call of ``update``.
 3. Scoring leaves parameters, gradients and optimizer untouched.
-4. A step whose gradient is not finite is skipped and counted, on all ranks; the parameters stay as they were.
+4. A step whose gradient is not finite is skipped and counted, on all ranks; parameters and expert biases stay as they
+   were.
 5. Loss, gradients, metrics and scores are those of one rank that ran every row, whatever the layout; ``UpdateResult``
    but for its scores and replay counts is the same on every rank.
 6. Micro-batches that carry recorded experts replay them, in every forward and recomputation (``moe.replay``).
@@ -191,6 +192,9 @@ class Trainer:
         # ranks (those of experts too, over whichever ranks hold them), after multiplying by the context-parallel size.
         # Our weights already hold the global denominator, so both divisions are undone.
         scale = len(micro) * self.context.data_parallel_size
+        # Megatron moves these behind the backward pass, before the gradient is looked at.
+        biases = [r.expert_bias for _, r in self.tap.routers() if r.enable_expert_bias and not r.frozen_expert_bias]
+        unmoved = [bias.clone() for bias in biases]
         loss_fn = partial(self._update_loss, inputs=inputs, terms=terms, scale=scale)
         with recording(self.tap) if keep_scores and record_experts else nullcontext() as routing:
             replies = self.run(micro, loss_fn, forward_only=False)
@@ -216,6 +220,9 @@ class Trainer:
                 self.router.check(self.chunks)
                 self.optimizer.step()
                 self.router.check(self.chunks)
+            else:
+                for bias, before in zip(biases, unmoved, strict=True):
+                    bias.copy_(before)
         scores = None
         if keep_scores:
             kept = (kept for kept, _ in replies)

@@ -187,6 +187,17 @@ BAD: list[tuple[dict[str, Any], int, list[str]]] = [
         ["model.router", "frozen", "consistency=0.01", "StructuredRouter"],
     ),
     (
+        {
+            "model__router": {"_target_": "megatron_ext.moe.policies.TrainedRouter", "bias_update_rate": 0.001},
+            "loss__terms": {
+                "p": {"_target_": "megatron_ext.losses.policy.ClipLoss"},
+                "kl": {"_target_": "megatron_ext.losses.kl.KLToReference"},
+            },
+        },
+        1,
+        ["model.router.bias_update_rate=0.001", "loss.terms.kl", "reference policy"],
+    ),
+    (
         {"model__router": {"_target_": "megatron_ext.moe.structured.StructuredRouter", "pull": "none"}},
         1,
         ["model.router", "pull=none", "selective, all, off"],
@@ -240,6 +251,7 @@ def test_a_dense_model_has_no_experts() -> None:
     assert problems(config(parallel__tensor=2), dense, 2) == []  # sequence parallelism is the experts' demand
     assert "no experts" in problems(config(parallel__expert=2), dense, 2)[0]
     assert "no experts" in problems(config(model__aux_loss_coefficient=0.1), dense)[0]
+    assert "no routing to record" in problems(config(rollout__record_routing=True), dense)[0]
 
 
 def test_judging_changes_nothing() -> None:

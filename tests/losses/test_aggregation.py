@@ -166,7 +166,9 @@ def forest() -> tuple[TrajectoryBatch, NDArray[np.int64]]:
 def test_a_shared_turn_counts_once_per_node_or_once_per_holder() -> None:  # invariant 5
     batch, nodes = forest()
     once = token_weights(batch, "token_mean", nodes=nodes)
-    assert step_counts(batch, nodes) == StepCounts(tasks=1, trajectories=4, turns=5, rows=4, sessions=4, tokens=13, weight=9.0)
+    assert step_counts(batch, nodes) == StepCounts(
+        tasks=1, trajectories=4, turns=5, rows=4, sessions=4, tokens=13, weight=9.0
+    )
     np.testing.assert_allclose(once @ batch.ids, (10 + 20 + 1 + 3 + 6 + 40) / 9)
     per_holder = token_weights(batch, "token_mean")
     np.testing.assert_allclose(per_holder @ batch.ids, (3 * 30 + 1 + 3 + 6 + 40) / 13)

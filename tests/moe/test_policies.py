@@ -143,6 +143,15 @@ def test_expert_biases_move_only_when_told_to(rank: ParallelContext, batch: Traj
         TrainedRouter(bias_update_rate=-1)
 
 
+def test_a_skipped_step_moves_no_expert_bias(rank: ParallelContext, batch: TrajectoryBatch) -> None:
+    trainer = make_trainer(rank, hf=BIASED, router=TrainedRouter(bias_update_rate=0.5))
+    train(trainer, batch, 1)
+    before, inputs = routers(trainer), random_inputs(batch)
+    broken = replace(inputs, advantage=inputs.advantage * float("nan"))
+    assert not trainer.update(micro_of(batch, rows_of(batch)), broken, TERMS, lr=1e-2).applied
+    assert all(torch.equal(values, routers(trainer)[name]) for name, values in before.items())
+
+
 def test_a_router_that_moves_anyway_is_an_error(rank: ParallelContext, batch: TrajectoryBatch) -> None:
     """From the very first step on."""
     policy = FrozenRouter()

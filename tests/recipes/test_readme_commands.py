@@ -14,7 +14,7 @@ from megatron_ext.config.instantiate import instantiate, ordered
 from megatron_ext.credit.pipeline import Pipeline
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-SLUGS = ("adastep", "triage")
+SLUGS = ("adastep", "moe_expert_structuring", "triage")
 
 
 def commands(slug: str) -> list[list[str]]:

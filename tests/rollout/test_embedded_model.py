@@ -11,6 +11,7 @@ import torch
 
 from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.rollout.embedded.cache import Decode, KvCache, Prefill
+from megatron_ext.rollout.embedded.engine import EmbeddedEngine
 from megatron_ext.rollout.embedded.model import Decoder, mixture
 from megatron_ext.rollout.embedded.served import read_config
 from megatron_ext.rollout.embedded.weights import WeightStage
@@ -187,3 +188,39 @@ def test_a_context_beyond_the_model_is_refused() -> None:
     assert read_config(MOE.to_dict(), 256) == MOE
     with pytest.raises(EngineError, match="max_context 257 must lie in 2..256"):
         read_config(MOE.to_dict(), 257)
+
+
+@pytest.mark.parametrize("name", ["moe", "dense", "tied"])
+def test_bf16_layers_compute_near_fp32_ones(name: str) -> None:
+    """Invariant 4, and weights' invariant 3: off by bf16's rounding and by no more, with fp32 logits and routers."""
+    config = CONFIGS[name]
+    twin, rng = Twin(config, 3), np.random.default_rng(0)
+    ids = torch.from_numpy(rng.integers(0, config.vocab, 40))
+    logp = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        stage = WeightStage(config, CPU, dtype)
+        for key, tensor in twin.tensors():
+            stage.add(key, tensor)
+        weights = stage.finish()
+        layer = weights.layers[-1]
+        assert layer.qkv.dtype == layer.out.dtype == layer.up.dtype == layer.down.dtype == weights.dtype == dtype
+        for kept in (weights.embed, weights.head, weights.norm, layer.norm, layer.ffn_norm):
+            assert kept.dtype == torch.float32 and torch.equal(kept, kept.to(dtype).float())
+        assert layer.router is None or layer.router.dtype == torch.float32
+        cache = KvCache(config, 1, 64, CPU)
+        cache.ensure(64)
+        logits, _ = Decoder(config, weights, 64, CPU, threads=1).forward(ids, Prefill(cache, 0, [0], [40]), None, False)
+        assert logits.dtype == torch.float32
+        assert torch.equal(cache.values[0], cache.values[0].to(dtype).float())
+        logp[dtype] = logits.log_softmax(-1)
+    gap = (logp[torch.bfloat16] - logp[torch.float32]).abs()
+    assert 1e-3 < float(gap.median()) < 0.1
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    for options, words in (
+        ({"dtype": "float16"}, "dtype=float16"),
+        ({"dtype": "bfloat16", "batch_invariant": True}, "dtype=float32"),
+    ):
+        with pytest.raises(EngineError, match=words):
+            EmbeddedEngine(hf_config=MOE.to_dict(), max_context=64, threads=1, **options)  # type: ignore[arg-type]

@@ -121,6 +121,21 @@ def test_loads_are_kept_and_undone_steps_dropped(tmp_path: Path) -> None:
     assert again is not None and again.steps.tolist() == [1, 2, 3] and again.counts[2, 0].tolist() == [9, 2, 3]
 
 
+def test_a_resumed_run_that_writes_nothing_at_first_keeps_no_undone_step(tmp_path: Path) -> None:
+    """The step after the checkpoint may train nothing, and so write no line: the undone one must not stand for it."""
+    log = RoutingLog(tmp_path)
+    for step in (1, 2, 3):
+        log.write(step, loads([[step, 2], [3, 4]]))
+    resumed = RoutingLog(tmp_path)
+    resumed.drop_after(1)
+    history = read_routing(tmp_path)
+    assert history is not None and history.steps.tolist() == [1]
+    resumed.write(3, loads([[9, 2], [3, 4]]))
+    history = read_routing(tmp_path)
+    assert history is not None and history.steps.tolist() == [1, 3] and history.counts[1, 0].tolist() == [9, 2]
+    RoutingLog(tmp_path / "none").drop_after(1)
+
+
 def test_a_file_of_two_models_is_refused(tmp_path: Path) -> None:
     log = RoutingLog(tmp_path)
     log.write(1, loads([[1, 2], [3, 4]]))

@@ -1,14 +1,14 @@
 """A world to search: entities, how they are wired, and the passages that say so.
 
-Companies have a founder and an owner, people a birthplace and a home, so that a question walks one or two relations
-("Where was the founder of Amber Kettle born?"). Beside the passage that is asked for, the same entity has passages that
+Companies have a founder and a buyer, people a birthplace and a home, so that a question walks one or two relations
+("Where was the one who founded Amber Kettle born?"). Beside the passage that is asked for, the same entity has passages that
 say something else.
 
 Invariants (``tests/environments/test_search.py``):
 
 1. A world is a function of its shape, split and number, in any process.
 2. Worlds of different splits share no name; every word of a name occurs in training names.
-3. A person is founder or owner of one company: a question has one answer, and one passage for each of its relations.
+3. A person founded or bought one company: a question has one answer, and one passage for each of its relations.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ _WORD = re.compile(r"[a-z0-9]+")
 # tells them apart.
 WORDINGS = {
     "founder": ("{s} was founded by {o}.", "It was {o} who founded the company {s}.", "{o} set up {s} long ago."),
-    "owner": ("{s} is owned by {o}.", "The company {s} belongs to {o}.", "{o} bought all shares of {s}."),
-    "born": ("{s} was born in {o}.", "The birthplace of {s} is {o}.", "{o} is where {s} was born."),
-    "home": ("{s} now lives in {o}.", "The home of {s} is in {o}.", "{o} is where {s} lives today."),
+    "buyer": ("{s} was bought by {o}.", "The company {s} belongs to {o}.", "{o} owns all shares of {s}."),
+    "birth": ("{s} was born in {o}.", "The birthplace of {s} is {o}.", "{o} is where {s} came into the world."),
+    "home": ("{s} has settled in {o}.", "The home of {s} is in {o}.", "{o} is where {s} lives today."),
     "moved": ("{s} once moved to {o}.", "A move to {o} did not help {s}.", "{o} saw {s} move there."),
     "worked": ("{s} once worked in {o}.", "A job in {o} did not please {s}.", "{o} is where {s} had a job."),
 }
 # What to add to a name to find the relation, one for each wording.
 KEYWORDS = {
     "founder": ("founded", "founded", "up"),
-    "owner": ("owned", "belongs", "bought"),
-    "born": ("born", "birthplace", "born"),
-    "home": ("lives", "home", "lives"),
+    "buyer": ("bought", "belongs", "owns"),
+    "birth": ("birth", "birthplace", "world"),
+    "home": ("settled", "home", "lives"),
 }
+# A question says the relation with the word of its first wording: a small model finds the passage by it.
 ONE_HOP: dict[tuple[str, ...], str] = {
     ("founder",): "Who founded {e}?",
-    ("owner",): "Who owns {e}?",
-    ("born",): "Where was {e} born?",
-    ("home",): "Where does {e} live?",
+    ("buyer",): "Who bought {e}?",
+    ("birth",): "Where was {e} born?",
+    ("home",): "Where has {e} settled?",
 }
 TWO_HOPS: dict[tuple[str, ...], str] = {
-    ("founder", "born"): "Where was the founder of {e} born?",
-    ("founder", "home"): "Where does the founder of {e} live?",
-    ("owner", "born"): "Where was the owner of {e} born?",
-    ("owner", "home"): "Where does the owner of {e} live?",
+    ("founder", "birth"): "Where was the one who founded {e} born?",
+    ("founder", "home"): "Where has the one who founded {e} settled?",
+    ("buyer", "birth"): "Where was the one who bought {e} born?",
+    ("buyer", "home"): "Where has the one who bought {e} settled?",
 }
 QUESTIONS = ONE_HOP | TWO_HOPS
 _FILLER = (
@@ -165,10 +166,10 @@ class World:
         companies, people, cities = drawn("company", n), drawn("person", 2 * n), drawn("city", n)
         facts: list[tuple[str, str, str]] = []
         for i, company in enumerate(companies):
-            facts += [(company, "founder", people[2 * i]), (company, "owner", people[2 * i + 1])]
+            facts += [(company, "founder", people[2 * i]), (company, "buyer", people[2 * i + 1])]
         for person in people:
             born, home = rng.sample(cities, 2)
-            facts += [(person, "born", born), (person, "home", home)]
+            facts += [(person, "birth", born), (person, "home", home)]
         for _ in range(shape.passages - len(facts)):
             relation = rng.choice(("moved", "worked"))
             facts.append((rng.choice(companies if relation == "moved" else people), relation, rng.choice(cities)))
@@ -179,8 +180,8 @@ class World:
         )
         self.starts: dict[tuple[str, ...], list[str]] = {
             ("founder",): companies,
-            ("owner",): companies,
-            ("born",): people,
+            ("buyer",): companies,
+            ("birth",): people,
             ("home",): people,
         }
         self.starts |= {chain: companies for chain in TWO_HOPS}

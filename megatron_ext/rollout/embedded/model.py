@@ -6,8 +6,8 @@ Invariants (``tests/rollout/test_embedded_model.py``):
    chunks and decode steps, and the experts chosen are the same.
 2. The router's scores, top-k and renormalisation, all norms and the logits are fp32.
 3. Under ``arithmetic.INVARIANT`` a token's logits depend on the tokens before it alone, bit for bit.
-4. With bfloat16 weights every product but the router's and the head's has bfloat16 factors and a bfloat16 result, and so
-   are the residual stream, the cached keys and values and what attention makes of them; 2 holds all the same.
+4. With bfloat16 weights every product but the router's and the head's has bfloat16 factors and a bfloat16 result; the
+   residual stream, cached keys and values and what attention makes of them are bfloat16 values. 2 holds all the same.
 """
 
 from __future__ import annotations

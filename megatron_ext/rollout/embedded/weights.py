@@ -23,8 +23,8 @@ from megatron_ext.rollout.engine import EngineError
 
 @dataclass
 class LayerWeights:
-    """One decoder layer, matrices stored input-major so that ``x @ w`` needs no transposition. Norms, router and its bias
-    are fp32, the rest is of the stage's type.
+    """One decoder layer, matrices stored input-major so that ``x @ w`` needs no transposition. Norms, router and its
+    bias are fp32, the rest is of the stage's type.
 
     ``qkv`` [H, (heads + 2 kv_heads) D], ``qkv_bias`` of its columns or None; ``qk_norm`` [heads + kv_heads, D], the
     query part already times D^-0.5 (a model without these norms has ones); ``out`` [heads D, H]; ``router`` [H, E] or

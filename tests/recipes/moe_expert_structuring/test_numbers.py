@@ -68,9 +68,12 @@ def test_the_turn_loss_is_minus_the_information_times_its_coefficient() -> None:
 def test_pairs_of_tokens() -> None:
     before, now = sets((0, 1)), sets((0, 2))
     assert float(1 - jaccard(before, now)) == pytest.approx(2 / 3)
-    selective, forced = policy(), policy("micro_forced")
+    selective, two, forced = policy("paper"), policy(), policy("micro_forced")
     assert selective.threshold == 0.5
     assert not pulled(before, now, selective.pull, selective.threshold).item()
+    # Two experts a token, as on CPU, differ in one or in all: one is as near as they come.
+    assert pulled(before, now, two.pull, two.threshold).item()
+    assert not pulled(before, sets((2, 3)), two.pull, two.threshold).item()
     assert pulled(before, before, selective.pull, selective.threshold).item()
     assert pulled(before, now, forced.pull, forced.threshold).item()
     p = torch.tensor([[0.5, 0.1, 0.3, 0.1]], dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,18 @@ ARMS = {
 def test_every_preset_is_valid_where_it_is_meant_to_run(preset: str) -> None:
     found = check_preset(SLUG, preset, RECIPES)
     assert found.holds, found.lines
+
+
+@pytest.mark.parametrize("preset", ["recipe", "paper"])
+def test_tasks_can_be_played(preset: str) -> None:
+    config = compose([f"recipe={SLUG}/{preset}"], RECIPES)
+    environment: Any = build_environment("store", config.environments["store"])
+    assert len(environment.label_words()["op"]) == config.model.router["operations"]
+    for task in environment.tasks("train", 3):
+        observation, turns = environment.reset(task.seed), 0
+        while not observation.done:
+            observation, turns = environment.step(environment.expert_action(Random(0), 0.0)), turns + 1
+        assert observation.success and turns < config.rollout.max_turns
 
 
 @pytest.mark.parametrize("preset", ARMS)
