@@ -36,6 +36,7 @@ from launch.prepare import prepare
 from launch.runner import Job
 from megatron_ext.config.compose import COMPARISON, ConfigError
 from megatron_ext.config.schema import Config
+from megatron_ext.config.validate import MAX_SEED
 from megatron_ext.tracking.names import MetricNameError, lookup
 from megatron_ext.training.warm_start_key import warm_start_parts
 
@@ -174,6 +175,8 @@ def plan(
     arms; ``threads`` is ``run.threads`` where they do not say it. Raises ``ConfigError`` with every problem."""
     taken = [a for a in overrides if a.split("=")[0] in _OWNED]
     found = [f"{a}: the comparison sets this key" for a in taken]
+    bad = [seed for seed in comparison.seeds if not 0 <= seed <= MAX_SEED]
+    found += [f"seed {seed}: must be within 0 and {MAX_SEED}" for seed in bad]
     configs: dict[str, Config] = {}  # arm -> its configuration, which the seeds have in common
     for arm in comparison.arms:
         try:

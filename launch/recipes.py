@@ -120,8 +120,10 @@ def main(argv: Sequence[str] | None = None, recipes: Path = RECIPES, tests: Path
         slug = find(options.name, recipes)
         if options.command == "check":
             return _check(slug, recipes, tests)
-        if options.jobs < 1 or len(set(options.seeds)) != len(options.seeds):
-            raise ConfigError(["--jobs must be at least 1, and --seeds differ"])
+        if options.jobs < 1:
+            raise ConfigError([f"--jobs {options.jobs}: must be at least 1"])
+        if len(set(options.seeds)) != len(options.seeds):
+            raise ConfigError([f"--seeds {' '.join(map(str, options.seeds))}: a seed is there twice"])
     except (ConfigError, InstantiateError) as error:
         return show_error(error)
     from launch.recipes_compare import Options, run

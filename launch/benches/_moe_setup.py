@@ -78,7 +78,7 @@ class Size:
     stale_tasks: int = 8
     lag: int = 4
     stale_lr: float = 5e-5
-    threads: int = 2
+    threads: int = 1
 
 
 def configuration(size: Size, root: Path, cache: Path) -> Config:
@@ -214,7 +214,10 @@ def world(size: Size, root: Path, cache: Path) -> Iterator[World]:
     threads and Megatron's groups."""
     threads = torch.get_num_threads()
     config = configuration(size, root, cache)
-    folder = train(config).run_dir
+    result = train(config)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    folder = result.run_dir
     hf = load_hf_config(folder / "model_config.json")
     warm = warm_start_folder(config, folder, hf)
     report = json.loads((warm / "report.json").read_text())

@@ -22,9 +22,9 @@ from megatron_ext.credit.groups import Keys, compose_keys, group_stats, members,
 
 @dataclass(frozen=True, eq=False)
 class VarianceShares:
-    """Population variances of K groups and of their sub-groups; ``index`` int64 [J] is each member's group, -1 absent.
+    """Variances of K groups and of their sub-groups; ``index`` int64 [J] is each member's group, -1 absent.
 
-    ``total`` = ``within`` + ``between``, float64 [K]; ``count`` int64 [K] members; ``parts`` int64 [K] sub-groups;
+    ``total`` = ``within`` + ``between`` where they are of the population, float64 [K]; ``count`` int64 [K] members; ``parts`` int64 [K] sub-groups;
     ``smallest`` int64 [K] members of the smallest of them.
     """
 
@@ -59,9 +59,15 @@ class VarianceShares:
 
 
 def variance_shares(
-    scores: NDArray[Any], key: Keys, part: NDArray[Any], present: NDArray[np.bool_] | None = None
+    scores: NDArray[Any], key: Keys, part: NDArray[Any], present: NDArray[np.bool_] | None = None, *, ddof: int = 0
 ) -> VarianceShares:
-    """Law of total variance: ``scores`` [J] of the groups ``key`` [J] and their sub-groups ``part`` [J] (actions)."""
+    """Law of total variance: ``scores`` [J] of the groups ``key`` [J] and their sub-groups ``part`` [J] (actions).
+
+    ``ddof`` 1 takes sample variances, ``within`` their mean weighed by members: what they do not add up to by then is
+    left out of ``between``, and shares are cut off at 0 and 1.
+    """
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof {ddof}: must be 0 (population) or 1 (sample)")
     names = single_key(key)
     here = members(scores, names, present)
     score = np.asarray(scores, dtype=np.float64)[here]
@@ -72,13 +78,13 @@ def variance_shares(
     size = len(groups.keys)
     owner = np.zeros(len(parts.keys), dtype=np.int64)
     owner[parts.member] = at
-    within = exact_sum(parts.squares, owner, size)
+    within = exact_sum(parts.squares * (parts.count / np.maximum(parts.count - ddof, 1)), owner, size)
     between = exact_sum(parts.count * (parts.mean - groups.mean[owner]) ** 2, owner, size)
     smallest = np.full(size, np.iinfo(np.int64).max)
     np.minimum.at(smallest, owner, parts.count)
     index = np.full(len(names), -1, dtype=np.int64)
     index[here] = at
-    total = groups.squares / groups.count
+    total = groups.variance(ddof)
     constant = groups.constant()
     return VarianceShares(
         index,

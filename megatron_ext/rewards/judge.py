@@ -24,7 +24,8 @@ from megatron_ext.rewards.protocol import Episode
 OUTCOME_WORDS = frozenset(
     {
         *("reward", "rewards", "success", "succeeded", "solved", "score", "scores", "done", "answer", "answers"),
-        *("gold", "solution", "solutions", "outcome", "outcomes", "correct", "won", "lost"),
+        *("gold", "solution", "solutions", "outcome", "outcomes", "correct", "correctness", "accuracy"),
+        *("won", "win", "wins", "winner", "lost", "passed", "failed", "failure", "grounded"),
     }
 )
 """Words that a key tells of an outcome with. Keys are cut into words at what is no letter and at capitals."""

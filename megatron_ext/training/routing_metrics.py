@@ -125,7 +125,7 @@ class RoutingLog:
             ) from error
 
     def drop_after(self, step: int) -> None:
-        """Leaves the whole lines up to ``step``: the others were undone, or torn. Call it before the first ``write``."""
+        """Leaves the whole lines up to ``step``: the others were undone, or torn. Before the first ``write``."""
         self._opened = True
         if not self._path.exists():
             return

@@ -5,8 +5,8 @@
     w(s) = 1 - sum_a p(a|s) v_sa / v_s                                       (eq. 17)
 
 ``A_E`` is the group-relative advantage that the pipeline starts from. States are compared inside their group; a state
-that a rollout visits twice counts twice, as in GiGPO. Variances are of raw returns, with ddof 0, so that the law of
-total variance is exact.
+that a rollout visits twice counts twice, as in GiGPO. Variances are of raw returns; with ``ddof`` 0 the law of total
+variance is exact.
 
 Invariants (``tests/recipes/adastep/test_numbers.py`` asserts each):
 
@@ -55,6 +55,7 @@ class StepShrinkage(PlainEdit):
         estimator: ``returns`` takes the return R itself; ``action_means`` takes the mean return of the action, drawn
             to the state's mean mu as ``(n mean + kappa mu) / (n + kappa)`` (ECPO, arXiv 2606.05885).
         kappa: of ``action_means``.
+        ddof: of the variances in w: 0 population, 1 sample (w is then cut off at 0 and 1).
     """
 
     discount: float = 0.95
@@ -65,6 +66,7 @@ class StepShrinkage(PlainEdit):
     step_std: bool = False
     estimator: str = "returns"
     kappa: float = 2.0
+    ddof: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -77,6 +79,8 @@ class StepShrinkage(PlainEdit):
                 raise ValueError(f"{name} {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
         if not 0.0 <= self.discount <= 1.0:
             raise ValueError(f"discount {self.discount}: must be within 0 and 1")
+        if self.ddof not in (0, 1):
+            raise ValueError(f"ddof {self.ddof}: must be 0 (population) or 1 (sample)")
         if self.kappa < 0.0:
             raise ValueError(f"kappa {self.kappa}: must be >= 0")
 
@@ -135,7 +139,8 @@ class _Steps:
         anchor, action = turns.pick(batch.turn_state_key), turns.pick(batch.turn_action_key)
         state = compose_keys(batch.trajectory_group()[turns.trajectory], anchor)
         present = turns.trainable & (anchor != 0)
-        return cls(value, state, action, present, variance_shares(value, state, action, present))
+        shares = variance_shares(value, state, action, present, ddof=edit.ddof)
+        return cls(value, state, action, present, shares)
 
 
 def action_means(

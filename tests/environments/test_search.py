@@ -38,6 +38,7 @@ HARD: Mapping[str, Any] = {
     "distractors": 0.4,
     "results": 5,
     "delegate": 0.5,
+    "mark": "'",
 }
 
 
@@ -66,7 +67,9 @@ def test_word_lists_make_distinct_names() -> None:
         split_pairs(["a", "b"], ["c"], 0, 0.5, 0.2, "train")
 
 
-@pytest.mark.parametrize("shape", [WorldShape(), WorldShape(passages=60, distractors=0.5, wordings=3, filler=2)])
+@pytest.mark.parametrize(
+    "shape", [WorldShape(), WorldShape(passages=60, distractors=0.5, wordings=3, filler=2, mark="'")]
+)
 def test_a_world_states_each_fact_once(shape: WorldShape) -> None:
     made = World(shape, "train", 3)
     assert len(made.passages) == shape.passages == len(made.by_id)
@@ -244,7 +247,7 @@ def test_a_sub_agent_has_its_own_dialogue() -> None:
     step(call("open", doc=second))
     # A report passes on what its sub-agent saw and names, nothing else.
     said = step(call("report", text=f"{data['answer']} [{second}], see {first} and z9"), SessionChange.CLOSE)
-    assert said == f"Report: {data['answer']} [{second}], see {first} and z9"
+    assert said == f"Report:\n{data['answer']} [{second}], see {first} and z9"
     other = next(p.doc for p in place.passages if p.doc not in (first, second))
     step(call("spawn_subagent", query="again"), SessionChange.OPEN)
     step(call("open", doc=other))

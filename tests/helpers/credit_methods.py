@@ -23,7 +23,7 @@ from tests.helpers.credit_contract import MakeEdit
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 ROLES = {"D": 0, "E": 1, "N": 2, "R": 3}
-BRIEF = {"D": 1.0, "E": 0.2, "N": -0.1, "R": -0.5}
+CONSTANTS = {"D": 1.0, "E": 0.2, "N": -0.1, "R": -0.5}
 
 LIBRARY: Mapping[str, MakeEdit] = {
     "whiten_tokens": lambda: Whiten(over="tokens"),
@@ -46,8 +46,8 @@ OPTIONS: Mapping[str, MakeEdit] = {
     "mosaic_rank_only": lambda: SessionCredit(eta=0.0),
     "mosaic_harden_prob": lambda: SessionCredit(fail_direction="harden", space="prob", fallback="zero"),
     "mosaic_pooled_short": lambda: SessionCredit(beta=0.0, normalize="pooled", max_tokens=20),
-    "triage": lambda: RoleCredit(constants=BRIEF, labels=ROLES),
-    "triage_weak": lambda: RoleCredit(constants=BRIEF, labels=ROLES, weight=0.3),
+    "triage": lambda: RoleCredit(constants=CONSTANTS, labels=ROLES),
+    "triage_weak": lambda: RoleCredit(constants=CONSTANTS, labels=ROLES, weight=0.3),
 }
 
 

@@ -102,8 +102,14 @@ def test_kills_and_an_interrupt_lose_nothing_and_train_nothing_twice(runs: Runs)
     assert runs.stored() == runs.stored_of(killed, after=2), "what a resume needs, and nothing else"
     assert not torn.exists() and not store.exists(unheard_of)
 
+    undone = runs.path / "samples" / "step_9.arrow"
+    undone.parent.mkdir(exist_ok=True)
+    undone.write_bytes(b"kept of a step that is made again")
+
     # Ctrl-C in the update of step 3: the step ends, the next one stops, and what is finished is saved.
     status, said = runs(phase="update", step=2, number=int(signal.SIGINT))
+    assert not undone.exists()
+    assert [row["step"] for row in read_metrics(runs.path / "routing.jsonl")] == [1, 2, 3]
     assert status == 0 and said == {"interrupted": True, "steps": 3, "after": None}
     assert runs.saved() == ["step_2", "step_3"] and runs.steps() == [0, 1, 2, 3]
     assert runs.journal().consumed_at(3) == third

@@ -18,7 +18,7 @@ from megatron_ext.training.session import credit_pipeline
 from recipes.adastep.credit import StepShrinkage
 from recipes.triage.credit import RoleCredit
 from tests.helpers.credit_contract import check_ranks, run_edits
-from tests.helpers.credit_methods import BRIEF, ROLES
+from tests.helpers.credit_methods import CONSTANTS, ROLES
 from tests.helpers.records import build, random_groups
 
 BOTH = [
@@ -30,7 +30,7 @@ WHITEN = "credit.edits.white={_target_: megatron_ext.credit.edits.whiten.Whiten,
 
 
 def roles() -> RoleCredit:
-    return RoleCredit(constants=BRIEF, labels=ROLES)
+    return RoleCredit(constants=CONSTANTS, labels=ROLES)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -60,7 +60,8 @@ def test_only_named_info_is_seen() -> None:  # invariant 1
 
 @pytest.mark.parametrize(
     "key",
-    ["reward", "success", "score", "done", "answer", "gold_answer", "isDone", "finalScore", "step-reward", "RewardSum"],
+    ["reward", "success", "score", "done", "answer", "gold_answer", "isDone", "finalScore", "step-reward", "RewardSum"]
+    + ["win", "grounded", "test_passed", "task-failed", "accuracy"],
 )
 def test_whitelists_that_name_an_outcome_are_refused(key: str) -> None:  # invariant 3
     with pytest.raises(ValueError, match=f"info names '{key}', which tells the outcome"):

@@ -223,4 +223,4 @@ def test_an_unknown_dtype_is_refused() -> None:
         ({"dtype": "bfloat16", "batch_invariant": True}, "dtype=float32"),
     ):
         with pytest.raises(EngineError, match=words):
-            EmbeddedEngine(hf_config=MOE.to_dict(), max_context=64, threads=1, **options)  # type: ignore[arg-type]
+            EmbeddedEngine(hf_config=MOE.to_dict(), max_context=64, threads=1, **options)

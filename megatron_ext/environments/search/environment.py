@@ -82,6 +82,7 @@ class Search:
         snippet_words: int = 0,
         wordings: int = 1,
         filler: int = 0,
+        mark: str = "",
         subagents: int = 4,
         subagent_prompt: str = "Find out, then report what you found and the documents that say so: {query}",
         delegate: float = 0.3,
@@ -93,7 +94,7 @@ class Search:
         """
         Args:
             hops: lengths of the questions, 1 and 2; each is drawn equally often.
-            passages, distractors, wordings, filler, words, seed: see ``WorldShape``.
+            passages, distractors, wordings, filler, mark, words, seed: see ``WorldShape``.
             results: passages that a search lists.
             snippet_words: words of a passage that a search shows; 0 = all, so that ``open`` is not needed.
             subagents: sub-agents that one episode may send; 0 = none, and no tool for it.
@@ -111,7 +112,7 @@ class Search:
             raise ValueError(f"search.delegate must be in 0..1 (1 excluded), got {delegate}")
         if "{query}" not in subagent_prompt:
             raise ValueError("search.subagent_prompt must hold {query}, the place of what is asked")
-        self._shape = WorldShape(passages, distractors, wordings, filler, words, seed)
+        self._shape = WorldShape(passages, distractors, wordings, filler, mark, words, seed)
         self._chains = [chain for n in sorted(set(hops)) for chain in (ONE_HOP if n == 1 else TWO_HOPS)]
         self._limits = Limits(subagents, results, snippet_words, refuse_citations)
         self._prompt = subagent_prompt
@@ -226,7 +227,7 @@ class Search:
         docs = tuple(doc for doc in named_documents(text[:_MOST_QUERY]) if doc in child.seen)
         parent = self._stack[-1]
         parent.seen |= set(docs)
-        said = f"Report: {text[:_MOST_QUERY]}"
+        said = f"Report:\n{text[:_MOST_QUERY]}"
         parent.notes.reported(docs, said)
         return Observation(said, info={"docs": list(docs)}, session=SessionChange.CLOSE)
 

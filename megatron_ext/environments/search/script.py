@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from megatron_ext.environments.protocol import ToolCall
-from megatron_ext.environments.search.world import DOCUMENT, ONE_HOP, Passage, Question, World
+from megatron_ext.environments.search.world import DOCUMENT, Passage, Question, World
 
 NOTHING_FOUND = "Nothing found."
 _MOST_TRIES = 2  # searches for one name that found nothing about it, before the script gives up with what it has
@@ -113,7 +113,7 @@ class Notes:
         self, world: World, rng: Random, mistake_rate: float, delegate: float, name: str, relation: str, tries: int
     ) -> ToolCall:
         if rng.random() < delegate:
-            return ToolCall("spawn_subagent", {"query": ONE_HOP[(relation,)].format(e=name)})
+            return ToolCall("spawn_subagent", {"query": world.asking((relation,), name)})
         self.hasty = rng.random() < mistake_rate
         return ToolCall("search", {"query": name if tries == 0 else f"{name} {world.keywords(relation)}"})
 

@@ -1,8 +1,8 @@
 """A world to search: entities, how they are wired, and the passages that say so.
 
 Companies have a founder and a buyer, people a birthplace and a home, so that a question walks one or two relations
-("Where was the one who founded Amber Kettle born?"). Beside the passage that is asked for, the same entity has passages that
-say something else.
+("Where was the one who founded Amber Kettle born?"). Beside the passage that is asked for, the same entity has
+passages that say something else.
 
 Invariants (``tests/environments/test_search.py``):
 
@@ -45,7 +45,7 @@ WORDINGS = {
 KEYWORDS = {
     "founder": ("founded", "founded", "up"),
     "buyer": ("bought", "belongs", "owns"),
-    "birth": ("birth", "birthplace", "world"),
+    "birth": ("born", "birthplace", "world"),
     "home": ("settled", "home", "lives"),
 }
 # A question says the relation with the word of its first wording: a small model finds the passage by it.
@@ -81,6 +81,8 @@ class WorldShape:
         distractors: share of the passages that say what no question asks for.
         wordings: ways to say each relation that are used, 1 to 3.
         filler: sentences of a passage that say nothing, around the one that does.
+        mark: stands around names in questions, and around what a passage says of its subject; with a quotation mark the
+            first word of a name is the same token there as at the start of an argument, which is easier to copy.
         words: first and second words that names are made of; with few a small model memorises the pairs.
         seed: of names and worlds.
     """
@@ -89,6 +91,7 @@ class WorldShape:
     distractors: float = 0.1
     wordings: int = 1
     filler: int = 0
+    mark: str = ""
     words: int = 24
     seed: int = 5
 
@@ -226,20 +229,28 @@ class World:
             passage = self.facts[at, relation]
             gold.append(passage.doc)
             at = passage.object
-        return Question(QUESTIONS[relations].format(e=entity), entity, relations, at, tuple(gold))
+        return Question(self.asking(relations, entity), entity, relations, at, tuple(gold))
+
+    def asking(self, relations: tuple[str, ...], entity: str) -> str:
+        """The text of a question."""
+        return QUESTIONS[relations].format(e=_marked(self.shape, entity))
 
     def asked(self, text: str) -> Question | None:
         """The question that a text asks in the words of ``QUESTIONS`` about something of this world, or None."""
         for relations, form in QUESTIONS.items():
-            before, _, after = form.partition("{e}")
+            before, _, after = form.format(e=_marked(self.shape, "\n")).partition("\n")
             entity = text.removeprefix(before).removesuffix(after)
             if text == before + entity + after and entity in self.starts[relations]:
                 return self.question(relations, entity)
         return None
 
 
+def _marked(shape: WorldShape, name: str) -> str:
+    return f"{shape.mark}{name}{shape.mark}"
+
+
 def _written(shape: WorldShape, rng: Random, subject: str, relation: str, thing: str) -> str:
-    sentence = rng.choice(WORDINGS[relation][: shape.wordings]).format(s=subject, o=thing)
+    sentence = rng.choice(WORDINGS[relation][: shape.wordings]).format(s=subject, o=_marked(shape, thing))
     around: Sequence[str] = rng.choices(_FILLER, k=shape.filler)
     at = rng.randint(0, shape.filler)
     return " ".join([*around[:at], sentence, *around[at:]])

@@ -66,6 +66,13 @@ def test_the_shrunk_advantage_of_the_table() -> None:
     np.testing.assert_allclose(got, [0.470588, 0.282353, -0.282353, -0.470588], atol=1e-6)
 
 
+def test_sample_variances_are_cut_off() -> None:
+    """1 - (2/4 .02 + 2/4 .02) / (.68 / 3), and below 0 where actions explain nothing."""
+    got = added(StepShrinkage(ddof=1), one_state({1: [1, 0.8], 2: [0.2, 0]}))
+    np.testing.assert_allclose(got, (1 - 0.02 * 3 / 0.68) * np.array([0.5, 0.3, -0.3, -0.5]), atol=1e-6)
+    assert not added(StepShrinkage(ddof=1), one_state({1: [1, 0], 2: [1, 0]})).any()
+
+
 def test_equal_returns_give_no_step_advantage() -> None:  # invariant 2
     assert not added(StepShrinkage(), one_state({1: [0.5, 0.5], 2: [0.5, 0.5]})).any()
 
@@ -226,6 +233,7 @@ def test_changed_tokens_are_counted() -> None:
         ({"estimator": "median"}, "estimator 'median'"),
         ({"discount": 1.5}, "discount 1.5: must be within 0 and 1"),
         ({"kappa": -1.0}, "kappa -1.0: must be >= 0"),
+        ({"ddof": 2}, "ddof 2: must be 0"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

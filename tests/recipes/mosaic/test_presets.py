@@ -55,7 +55,9 @@ def test_demonstrations_hold_every_kind_of_session() -> None:
     config = compose(["recipe=mosaic/micro"], RECIPES)
     environment: Any = build_environment("library", config.environments["library"])
     tokenizer = learn_tokenizer(
-        environment.corpus("train", 200), vocab_size=config.tokenizer.vocab_size, phrases=config.tokenizer.phrases
+        environment.corpus("train", config.tokenizer.corpus_tasks),
+        vocab_size=config.tokenizer.vocab_size,
+        phrases=config.tokenizer.phrases,
     )
     codec = ChatCodec(tokenizer, COMPACT)
     worker = Worker({}, Progress(Progress.allocate()))

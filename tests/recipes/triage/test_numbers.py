@@ -21,7 +21,7 @@ from megatron_ext.credit.turns import model_turns, turn_broadcast
 from megatron_ext.trajectory.record import Status
 from recipes.triage.credit import RoleCredit, held_out_advantage, role_fit
 from tests.helpers.credit_contract import run_edits
-from tests.helpers.credit_methods import BRIEF, ROLES
+from tests.helpers.credit_methods import CONSTANTS, ROLES
 from tests.helpers.records import Group, Traj, build, described_batches, model, random_groups, single, user
 
 V3 = {"D": 1.0, "E": 0.5, "N": -0.1, "R": -0.5}
@@ -68,7 +68,7 @@ GROUP: Group = tuple(rollout(reward, roles) for reward, roles in TWO)
             [1.614292, 0.703666, 0.372529, -0.455313, -1.283155, -0.952018],
         ),
         (
-            BRIEF,
+            CONSTANTS,
             1.0,
             [2, 0.9, 0.5, -0.8, -1.5, -1.1],
             [1.618668, 0.728401, 0.404667, -0.647467, -1.214001, -0.890268],
@@ -124,7 +124,7 @@ def test_held_out_returns_estimate_the_advantage() -> None:
 @given(groups=described_batches())
 def test_weight_zero_is_whitening_alone(groups: list[Group]) -> None:  # invariants 1 and 4
     batch = build(groups)
-    none, report = run_edits([("triage", credit(BRIEF, 0.0))], batch)
+    none, report = run_edits([("triage", credit(CONSTANTS, 0.0))], batch)
     alone, _ = run_edits([("white", Whiten(over="turns", center=True))], batch)
     np.testing.assert_array_equal(none.advantage, alone.advantage)
     assert report[0].changed_fraction == 0.0  # although whitening changed nearly all
@@ -134,14 +134,14 @@ def test_weight_zero_is_whitening_alone(groups: list[Group]) -> None:  # invaria
 @given(groups=described_batches())
 def test_the_order_of_labels_changes_nothing(groups: list[Group]) -> None:  # invariant 1
     batch = build(groups)
-    turned = RoleCredit(constants=dict(reversed(BRIEF.items())), labels=dict(reversed(ROLES.items())))
-    one, other = (run_edits([("triage", edit)], batch)[0] for edit in (credit(BRIEF), turned))
+    turned = RoleCredit(constants=dict(reversed(CONSTANTS.items())), labels=dict(reversed(ROLES.items())))
+    one, other = (run_edits([("triage", edit)], batch)[0] for edit in (credit(CONSTANTS), turned))
     np.testing.assert_array_equal(one.advantage, other.advantage)
 
 
 def test_roles_inside_outcomes() -> None:  # invariant 2
     success, failure = rollout(1.0, (D, R)), rollout(0.0, (E, N))
-    for constants in (BRIEF, V3):
+    for constants in (CONSTANTS, V3):
         got = raw(credit(constants), (success, failure))
         plain = Baseline(eps=0.0).trajectory(build([(success, failure)]), np.array([1.0, 0.0]))
         assert got[2] > plain[1]  # exploration in a failure
@@ -150,21 +150,21 @@ def test_roles_inside_outcomes() -> None:  # invariant 2
 
 def test_a_turn_without_a_label_has_no_constant_and_is_counted() -> None:  # invariant 3
     group = (rollout(1.0, (D, -1)), rollout(0.0, (-1, -1)))
-    np.testing.assert_allclose(raw(credit(BRIEF), group), [2, 1, -1, -1], atol=1e-6)
-    _, report = run(credit(BRIEF), group)
+    np.testing.assert_allclose(raw(credit(CONSTANTS), group), [2, 1, -1, -1], atol=1e-6)
+    _, report = run(credit(CONSTANTS), group)
     assert report.counters["share/unlabelled"] == 0.75
-    _, report = run(credit(BRIEF, label="other"), group)  # no label of that name in the record
+    _, report = run(credit(CONSTANTS, label="other"), group)  # no label of that name in the record
     assert report.counters["share/unlabelled"] == 1.0 and report.changed == 0
 
 
 def test_masked_trajectories_are_not_counted() -> None:
     group = (*GROUP, rollout(1.0, (R, R), status=Status.ENV_ERROR))
-    np.testing.assert_array_equal(per_turn(credit(BRIEF), group), per_turn(credit(BRIEF), GROUP))
-    assert run(credit(BRIEF), group)[1].counters == run(credit(BRIEF), GROUP)[1].counters
+    np.testing.assert_array_equal(per_turn(credit(CONSTANTS), group), per_turn(credit(CONSTANTS), GROUP))
+    assert run(credit(CONSTANTS), group)[1].counters == run(credit(CONSTANTS), GROUP)[1].counters
 
 
 def test_changed_tokens_are_against_whitening_alone() -> None:  # invariant 4
-    view, report = run(credit(BRIEF), GROUP)
+    view, report = run(credit(CONSTANTS), GROUP)
     alone = per_turn(Whiten(over="turns", center=True), GROUP)
     got = view.advantage[trained_tokens(view.batch)]
     assert report.changed == int(np.count_nonzero(np.abs(got - alone) > 1e-9 * np.abs(got)))
@@ -178,7 +178,7 @@ def test_changed_tokens_are_against_whitening_alone() -> None:  # invariant 4
 
 
 def test_counters_show_the_constants_by_role() -> None:
-    view, report = run(credit(BRIEF), GROUP)
+    view, report = run(credit(CONSTANTS), GROUP)
     seen = report.counters
     assert [seen[f"count/turns_{role}"] for role in "DENR"] == [1, 1, 2, 2]
     shift = view.advantage[trained_tokens(view.batch)] - per_turn(Whiten(over="turns", center=True), GROUP)
@@ -190,9 +190,9 @@ def test_counters_show_the_constants_by_role() -> None:
 
 
 def test_it_sets_the_scale() -> None:
-    assert credit(BRIEF).traits.scale is Scale.SETS
+    assert credit(CONSTANTS).traits.scale is Scale.SETS
     batch = build(random_groups(3, groups=6))
-    values = run_edits([("triage", credit(BRIEF))], batch)[0]
+    values = run_edits([("triage", credit(CONSTANTS))], batch)[0]
     means = np.array(
         [
             values.advantage[a:b][values.trained[a:b]].mean()
@@ -214,9 +214,9 @@ def test_it_sets_the_scale() -> None:
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RoleCredit(**{"constants": BRIEF, "labels": ROLES, **arguments})
+        RoleCredit(**{"constants": CONSTANTS, "labels": ROLES, **arguments})
 
 
 def test_a_label_that_no_role_has() -> None:
     with pytest.raises(CreditError, match="turn 1 of 'g0/s0' has role 9, which is none of"):
-        run(credit(BRIEF), (rollout(1.0, (9,)), rollout(0.0, (E,))))
+        run(credit(CONSTANTS), (rollout(1.0, (9,)), rollout(0.0, (E,))))
