@@ -24,8 +24,8 @@ from megatron_ext.credit.groups import Keys, compose_keys, group_stats, members,
 class VarianceShares:
     """Variances of K groups and of their sub-groups; ``index`` int64 [J] is each member's group, -1 absent.
 
-    ``total`` = ``within`` + ``between`` where they are of the population, float64 [K]; ``count`` int64 [K] members; ``parts`` int64 [K] sub-groups;
-    ``smallest`` int64 [K] members of the smallest of them.
+    ``total``, which is ``within`` + ``between`` where they are of the population, float64 [K]; ``count`` int64 [K]
+    members; ``parts`` int64 [K] sub-groups; ``smallest`` int64 [K] members of the smallest of them.
     """
 
     index: NDArray[np.int64]

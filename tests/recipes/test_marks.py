@@ -1,4 +1,4 @@
-"""Constants that are the project's own and not a paper's are marked so in the recipe, where ``show`` reads the marks."""
+"""Constants that are the project's own, not a paper's, are marked so in the recipe, where ``show`` reads the marks."""
 
 from __future__ import annotations
 
