@@ -202,9 +202,7 @@ def rows(groups: Sequence[Group]) -> list[Row]:
                 colour=number,
                 seeds=group.seeds,
                 steps=str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}",
-                before=share(
-                    [float(r.greedy.mean()) for r in before], before[0].greedy_interval() if before else None
-                ),
+                before=share([float(r.greedy.mean()) for r in before], before[0].greedy_interval() if before else None),
                 after=share([float(r.greedy.mean()) for r in after], after[0].greedy_interval() if after else None),
                 gain=figure([gain.mean for gain in gains], gains[0] if gains else None),
                 reward=figure(rewards, None),

@@ -131,6 +131,19 @@ def test_script_succeeds_and_its_mistakes_fail(knobs: Mapping[str, Any]) -> None
     assert all(play(environment, task.seed, 1.0)[-1].done for task in tasks), "a mistaken script comes to an end"
 
 
+def test_a_focused_script_needs_one_passage_and_forgets_what_is_asked_as_its_mistake() -> None:
+    environment = Search(hops=[1, 2], results=1, focused=True, worlds=4)
+    tasks = environment.tasks("train", 60)
+
+    def success(rate: float) -> float:
+        return sum(play(environment, task.seed, rate)[-1].success for task in tasks) / len(tasks)
+
+    assert success(0.0) == 1.0 and 0.2 < success(1.0) < 0.6
+    unfocused = Search(hops=[1, 2], results=1, worlds=4)
+    tries = [len(play(unfocused, task.seed, 0.0)) - len(play(environment, task.seed, 0.0)) for task in tasks]
+    assert max(tries) > 0, "without the relation it has to search again"
+
+
 def test_random_player_fails() -> None:
     environment = Search(hops=[1, 2], **EASY)
     wins = 0

@@ -86,6 +86,7 @@ class Search:
         subagents: int = 4,
         subagent_prompt: str = "Find out, then report what you found and the documents that say so: {query}",
         delegate: float = 0.3,
+        focused: bool = False,
         refuse_citations: bool = True,
         worlds: int = 64,
         words: int = 24,
@@ -100,6 +101,7 @@ class Search:
             subagents: sub-agents that one episode may send; 0 = none, and no tool for it.
             subagent_prompt: what a sub-agent is told; ``{query}`` is what its parent asked for.
             delegate: how often the script sends a sub-agent where it could search.
+            focused: the script searches for a name and what is asked of it, not for the name alone.
             refuse_citations: an answer that cites what was not retrieved is refused; otherwise it is taken, and the
                 citation counts as a wrong one.
             worlds: worlds of each split; tasks are spread over them.
@@ -116,7 +118,7 @@ class Search:
         self._chains = [chain for n in sorted(set(hops)) for chain in (ONE_HOP if n == 1 else TWO_HOPS)]
         self._limits = Limits(subagents, results, snippet_words, refuse_citations)
         self._prompt = subagent_prompt
-        self._delegate = delegate if subagents else 0.0
+        self._delegate, self._focused = delegate if subagents else 0.0, focused
         self._worlds = worlds
         self._tools = _tools(subagents > 0)
         self._scans: dict[str, SplitScan] = {}
@@ -269,7 +271,12 @@ class Search:
         inside = len(self._stack) > 1
         may = not inside and self._sent < self._limits.subagents
         return self._stack[-1].notes.next_call(
-            self._world, rng, mistake_rate, delegate=self._delegate if may else 0.0, subagent=inside
+            self._world,
+            rng,
+            mistake_rate,
+            delegate=self._delegate if may else 0.0,
+            subagent=inside,
+            focused=self._focused,
         )
 
     def expert_summary(self) -> str:

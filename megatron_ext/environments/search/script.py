@@ -2,7 +2,9 @@
 
 It searches for a name, takes the passage about the relation that is asked for, goes on to the next name, and answers
 with what it read and the documents it read it in; now and then it sends a sub-agent instead of searching itself. Its
-systematic mistake is to trust the first passage about the name, whatever relation that states.
+systematic mistake is to trust the first passage about the name, whatever relation that states. A ``focused`` script
+searches for the name and the relation together, and forgets the relation where it makes its mistake: where a search
+lists one passage, that decides whether it is the right one.
 
 Invariant (``tests/environments/test_search.py``): what it has read is a function of the actions and observations alone;
 beside that it keeps only whether it will make its mistake on what the search that it just chose will list. So an
@@ -93,7 +95,9 @@ class Notes:
             return about[0]
         return next((passage for passage in about if passage.relation == self.relation), None)
 
-    def next_call(self, world: World, rng: Random, mistake_rate: float, *, delegate: float, subagent: bool) -> ToolCall:
+    def next_call(
+        self, world: World, rng: Random, mistake_rate: float, *, delegate: float, subagent: bool, focused: bool = False
+    ) -> ToolCall:
         """The next action; ``delegate`` is the chance to send a sub-agent for what would be searched for."""
         if self.question is None:
             return ToolCall("report", {"text": NOTHING_FOUND}) if subagent else ToolCall("answer", {"value": "unknown"})
@@ -101,21 +105,30 @@ class Notes:
         if taken is None and self.tries >= _MOST_TRIES:
             return self._finish(self.entity, self.path, subagent)
         if taken is None:
-            return self._look(world, rng, mistake_rate, delegate, self.entity, self.relation, self.tries)
+            return self._look(world, rng, mistake_rate, delegate, focused, self.entity, self.relation, self.tries)
         if not self.shown.from_report and taken.object not in self.shown.text:
             return ToolCall("open", {"doc": taken.doc})
         if len(self.path) + 1 == len(self.question.relations):
             return self._finish(taken.object, (*self.path, taken.doc), subagent)
         onward = self.question.relations[len(self.path) + 1]
-        return self._look(world, rng, mistake_rate, delegate, taken.object, onward, 0)
+        return self._look(world, rng, mistake_rate, delegate, focused, taken.object, onward, 0)
 
     def _look(
-        self, world: World, rng: Random, mistake_rate: float, delegate: float, name: str, relation: str, tries: int
+        self,
+        world: World,
+        rng: Random,
+        mistake_rate: float,
+        delegate: float,
+        focused: bool,
+        name: str,
+        relation: str,
+        tries: int,
     ) -> ToolCall:
         if rng.random() < delegate:
             return ToolCall("spawn_subagent", {"query": world.asking((relation,), name)})
         self.hasty = rng.random() < mistake_rate
-        return ToolCall("search", {"query": name if tries == 0 else f"{name} {world.keywords(relation)}"})
+        named = tries > 0 or (focused and not self.hasty)
+        return ToolCall("search", {"query": f"{name} {world.keywords(relation)}" if named else name})
 
     def _finish(self, found: str, docs: Sequence[str], subagent: bool) -> ToolCall:
         if subagent:
