@@ -44,7 +44,8 @@ class ArmRuns:
 
 @dataclass(frozen=True)
 class Row:
-    """An arm's line. Success is pass@1 on held-out tasks; ``counters`` are means over steps."""
+    """An arm's line. Success is pass@1 on held-out tasks; ``counters`` are means over steps,
+    ``over_steps`` those of the three thirds of a run, means over seeds."""
 
     name: str
     title: str
@@ -56,6 +57,7 @@ class Row:
     changed: Figure | None
     changed_why: str
     counters: Mapping[str, Figure | None]
+    over_steps: Mapping[str, tuple[float, ...] | None]
     minutes: float | None
 
 
@@ -97,7 +99,8 @@ class Compared:
         made = asdict(self)
         for node, difference in zip(made["differences"], self.differences, strict=True):
             node["verdict"] = difference.verdict
-        return {**made, "comparison": {**made["comparison"], "counters": dict(self.comparison.counters)}}
+        own = {"counters": dict(self.comparison.counters), "over_steps": dict(self.comparison.over_steps)}
+        return {**made, "comparison": {**made["comparison"], **own}}
 
 
 # -- from runs to numbers --------------------------------------------------------------------------------------------
@@ -186,6 +189,7 @@ def _row(arm: ArmRuns, comparison: Comparison, baseline: Config | None) -> Row:
         changed=changed,
         changed_why=why,
         counters={name: _counter(arm, name) for name in comparison.counters},
+        over_steps={name: _course(arm, name) for name in comparison.over_steps},
         minutes=sum(spent) / len(spent) if spent else None,
     )
 
@@ -203,6 +207,19 @@ def _counter(arm: ArmRuns, name: str) -> Figure | None:
     found = [step_mean(run, name) for run in arm.runs]
     values = [value for value in found if value is not None]
     return figure(values, None) if len(values) == len(found) else None
+
+
+def thirds(run: RunData, name: str) -> tuple[float, ...] | None:
+    """Means of a metric over the first, middle and last third of the steps that have it; None with fewer than three."""
+    series = run.series.get(name)
+    finite = series.values[np.isfinite(series.values)] if series is not None else np.empty(0)
+    return tuple(float(part.mean()) for part in np.array_split(finite, 3)) if len(finite) >= 3 else None
+
+
+def _course(arm: ArmRuns, name: str) -> tuple[float, ...] | None:
+    found = [thirds(run, name) for run in arm.runs]
+    values = [parts for parts in found if parts is not None]
+    return tuple(np.mean(values, axis=0).tolist()) if values and len(values) == len(found) else None
 
 
 def _changed(arm: ArmRuns, comparison: Comparison, baseline: Config | None) -> tuple[Figure | None, str]:

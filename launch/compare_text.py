@@ -64,6 +64,7 @@ def markdown(made: Compared) -> str:
     lines += ["", f"Success on {made.tasks} held-out tasks, seeds {seeds}, {start}:", "", _success(made), ""]
     lines += [_differences(made), ""] if made.differences else []
     lines += [_counters(made), ""] if comparison.counters else []
+    lines += [_over_steps(made), ""] if comparison.over_steps else []
     lines += [f"- {line}" for line in verdicts(made)]
     return "\n".join([*lines, "", _how(made), "", "```bash", *made.commands, "```", ""])
 
@@ -102,6 +103,16 @@ def _counters(made: Compared) -> str:
         [f"{words} (`{name}`)", *(_figure(row.counters[name]) for row in made.rows)]
         for name, words in made.comparison.counters.items()
     ]
+    return aligned(header, body)
+
+
+def _over_steps(made: Compared) -> str:
+    header = ["first, middle and last third of the steps", *(row.name for row in made.rows)]
+    body = []
+    for name, words in made.comparison.over_steps.items():
+        courses = [row.over_steps[name] for row in made.rows]
+        cells = ["-" if course is None else ", ".join(f"{value:.3f}" for value in course) for course in courses]
+        body.append([f"{words} (`{name}`)", *cells])
     return aligned(header, body)
 
 

@@ -11,6 +11,8 @@
                                                        # Left out, it is found from the credit of the baseline arm
     counters:                                          # metric -> what it shows, in words; means over a run's steps
       credit/NAME/weight_mean: weight of the step's advantage
+    over_steps:                                        # the same, told for the first, middle and last third of a run
+      moe/load_cv: spread of the load
 
 Metrics are names of ``megatron_ext/tracking/names.py``. An arm that does not log a counter has none.
 
@@ -44,7 +46,7 @@ SEEDS = (1, 2, 3)
 WARM_START_SEED = 1
 SAVES = 5  # steps between two checkpoints: what a kill costs at most
 KEEPS = 5  # of so many steps one is kept whole: what the share of changed tokens is found from
-_KEYS = ("title", "baseline", "seeds", "arms", "changed", "counters")
+_KEYS = ("title", "baseline", "seeds", "arms", "changed", "counters", "over_steps")
 _ARM_KEYS = ("preset", "title", "overrides")
 _OWNED = ("recipe", "run.seed", "run.root", "run.name", "warm_start.seed")
 
@@ -64,7 +66,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the file says. ``changed`` is a metric, or None; ``counters`` metric -> words."""
+    """What the file says. ``changed`` is a metric, or None; ``counters`` and ``over_steps``: metric -> words."""
 
     slug: str
     title: str
@@ -73,6 +75,7 @@ class Comparison:
     arms: tuple[Arm, ...]
     changed: str | None
     counters: Mapping[str, str]
+    over_steps: Mapping[str, str]
 
     def only(self, names: Sequence[str], seeds: Sequence[int]) -> Comparison:
         """With the arms ``names`` and other ``seeds`` (empty: as it is). Raises ``ConfigError``."""
@@ -108,11 +111,12 @@ def read_comparison(slug: str, recipes: Path) -> Comparison:
         found.append(f"{where}: seeds: needs a list of numbers, got {seeds!r}")
         seeds = []
     changed = tree.get("changed")
-    counters = tree.get("counters") or {}
-    if not isinstance(counters, dict):
-        found.append(f"{where}: counters: needs a map of metrics to what they show, got {counters!r}")
-        counters = {}
-    for metric in [*counters, *([] if changed is None else [changed])]:
+    counters, over_steps = (tree.get(key) or {} for key in ("counters", "over_steps"))
+    for key, value in (("counters", counters), ("over_steps", over_steps)):
+        if not isinstance(value, dict):
+            found.append(f"{where}: {key}: needs a map of metrics to what they show, got {value!r}")
+    counters, over_steps = (value if isinstance(value, dict) else {} for value in (counters, over_steps))
+    for metric in [*counters, *over_steps, *([] if changed is None else [changed])]:
         try:
             lookup(str(metric))
         except MetricNameError as error:
@@ -127,6 +131,7 @@ def read_comparison(slug: str, recipes: Path) -> Comparison:
         arms=tuple(arms),
         changed=changed,
         counters={str(metric): str(words) for metric, words in counters.items()},
+        over_steps={str(metric): str(words) for metric, words in over_steps.items()},
     )
 
 

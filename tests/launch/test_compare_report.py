@@ -30,9 +30,8 @@ SHARE = "credit/half/changed_fraction"
 
 def comparison(changed: str | None = SHARE, seeds: Sequence[int] = (1, 2, 3)) -> Comparison:
     arms = (Arm("on", "recipe", "with it"), Arm("off", "recipe", "without it", ("a.b=1",)))
-    return Comparison(
-        "walk", "does it?", "off", tuple(seeds), arms, changed, {"policy/entropy": "entropy", "moe/load_peak": "peak"}
-    )
+    counters = {"policy/entropy": "entropy", "moe/load_peak": "peak"}
+    return Comparison("walk", "does it?", "off", tuple(seeds), arms, changed, counters, counters)
 
 
 def solved(share: float, seed: int) -> np.ndarray:
@@ -72,6 +71,11 @@ def test_differences_are_paired_and_told_as_they_are(tmp_path: Path) -> None:
     assert (row.greedy_before.mean, row.greedy_before.over) == (pytest.approx(0.2), "100 tasks")
     assert row.changed is not None and row.changed.mean == pytest.approx(0.3)
     assert row.counters["moe/load_peak"] is None and row.counters["policy/entropy"] is not None
+    assert row.over_steps["moe/load_peak"] is None
+    runs = arms(tmp_path / "again", {"on": on, "off": off}, made)[0].runs
+    entropies = [np.array_split(run.series["policy/entropy"].values, 3) for run in runs]
+    expected = [np.mean([parts[i].mean() for parts in entropies]) for i in range(3)]
+    assert row.over_steps["policy/entropy"] == pytest.approx(expected) and expected[0] != expected[2]
     assert row.minutes == pytest.approx(4.0) and found.rows[1].changed is None
 
 
@@ -120,7 +124,7 @@ def test_table_and_figure(tmp_path: Path) -> None:
         assert line in text, line
     assert "has not been shown" not in text
     tables = [block for block in text.split("\n\n") if block.startswith("|")]
-    assert len(tables) == 3 and all(len({line.count("|") for line in table.splitlines()}) == 1 for table in tables)
+    assert len(tables) == 4 and all(len({line.count("|") for line in table.splitlines()}) == 1 for table in tables)
     tree = json.loads(json.dumps(found.as_json(), allow_nan=False))
     assert tree["rows"][0]["name"] == "on" and tree["differences"][0]["verdict"] == "higher"
     draw(found, read, tmp_path / "figure.png")
