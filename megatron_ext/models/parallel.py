@@ -28,6 +28,7 @@ with cpu_platform.quiet_import():
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
 
@@ -149,8 +150,10 @@ def initialize(
 
 
 def shutdown(context: ParallelContext) -> None:
-    """Leaves the layout's groups, and the process group when ``initialize`` made it."""
+    """Leaves the layout's groups, and the process group when ``initialize`` made it. What Megatron keeps for all models
+    of a process goes too: the next one may have more layers."""
     RouterReplay.clear_global_router_replay_instances()
+    destroy_moe_metrics_tracker()
     parallel_state.destroy_model_parallel()
     if context.owns_process_group and dist.is_initialized():
         dist.destroy_process_group()

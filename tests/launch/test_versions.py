@@ -68,6 +68,6 @@ def test_an_editable_install_asks_for_the_same_versions(root: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_the_environments_packages_fit_together() -> None:
     done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
-    # The peers beside them are held to their formulas alone (launch/env says why).
+    # The peers beside them are held to their formulas alone, and jericho works without spacy (launch/env says why).
     lines = [line for line in done.stdout.splitlines() if " requires " in line or " has requirement " in line]
-    assert [line for line in lines if not line.startswith(("verl ", "pyvers "))] == []
+    assert [line for line in lines if not line.startswith(("verl ", "pyvers ", "jericho 3.3.1 requires spacy"))] == []

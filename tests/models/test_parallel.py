@@ -52,3 +52,13 @@ def test_a_layout_that_does_not_fit_is_refused_before_any_group(backend: Resolve
 )
 def test_check_layout(config: ParallelConfig, world: int, ok: bool) -> None:
     assert (check_layout(config, world) == []) is ok
+
+
+def test_nothing_that_megatron_counts_outlives_a_layout(backend: ResolvedBackend) -> None:
+    """Its record of auxiliary losses is as long as the first model of the process was deep."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    context = initialize(ParallelConfig(), backend, seed=7)
+    tracker = get_moe_metrics_tracker()
+    shutdown(context)
+    assert get_moe_metrics_tracker() is not tracker

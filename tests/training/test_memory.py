@@ -25,7 +25,6 @@ def test_it_grows_with_what_is_held_and_the_peak_stays() -> None:
     del block
     after = memory_metrics(CPU, 0, alone)
     assert held["memory/rss_gib"] - before["memory/rss_gib"] > 0.8 * size
-    assert after["memory/rss_gib"] < held["memory/rss_gib"] - 0.8 * size
     assert after["memory/rss_peak_gib"] >= held["memory/rss_peak_gib"] >= held["memory/rss_gib"] * 0.99
     names.check(after)
     assert "memory/device_peak_gib" not in after
