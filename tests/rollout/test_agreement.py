@@ -69,7 +69,7 @@ def test_order_filtering_and_what_is_left_for_later() -> None:
 
 
 def test_masked_trajectories_do_not_vote() -> None:
-    """anchors 3: an aborted trajectory's reward must not make a constant group look varied."""
+    """NeMo-RL 4160: an aborted trajectory's reward must not make a constant group look varied."""
     assert run([group("a", [1.0, 1.0, 0.0], status=[0, 0, 6])], 1).filtered == (("a", CONSTANT),)
     assert run([group("a", [1.0, 1.0, 0.0], trained=[3, 3, 0])], 1).filtered == (("a", CONSTANT),)
     assert run([group("a", [1.0, 0.0, 0.0], status=[0, 0, 6])], 1).train == ("a",)

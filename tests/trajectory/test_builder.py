@@ -82,7 +82,7 @@ def test_callers_may_reuse_their_buffers() -> None:
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("cuts", [(0, 4), (0, 1, 4), (0, 2, 3, 4), (0, 0, 4)])
 def test_a_turn_in_pieces_is_the_turn_at_once(cuts: tuple[int, ...], trained: bool) -> None:
-    """anchors 5: the loss mask of a resumed partial rollout covers what was added after it resumed."""
+    """slime 1440 and 2207: the loss mask of a resumed partial rollout covers what was added after it resumed."""
     ids, logp = [5, 6, 7, 8], [-0.1, -0.2, -0.3, -0.4]
     stamps = [pack(0, 1), pack(0, 1), pack(0, 2), pack(1, 1)]
     routed = np.arange(6 * 2 * 2, dtype=np.uint8).reshape(6, 2, 2)
