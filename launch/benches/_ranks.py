@@ -36,7 +36,7 @@ class RankPool:
     and calls on few ranks begin while the others still do.
     """
 
-    def __init__(self, size: int, folder: Path, preload: str, deadline_s: float = 300.0) -> None:
+    def __init__(self, size: int, folder: Path, preload: str, deadline_s: float = 600.0) -> None:
         self.size, self.folder, self._deadline_s = size, folder, deadline_s
         self._world = self._worlds = 0
         self._ranks: list[tuple[Popen[bytes], Connection]] = []
