@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from megatron_ext.environments.corpus import scripted_texts
 from megatron_ext.environments.protocol import Action, EnvironmentEnded, Observation, ToolSpec, stable_hash
 from megatron_ext.environments.splits import SplitScan, check_split
 from megatron_ext.environments.textworld_experts import EpisodeView, expert_for, explore
@@ -193,18 +194,7 @@ class TextWorldExpress:
         return action
 
     def corpus(self, split: str, count: int) -> Iterator[str]:
-        """Observations and actions of scripted episodes on ``count`` tasks, some with mistakes."""
-        for task in self.tasks(split, count):
-            rng = Random(task.seed)
-            observation = self.reset(task.seed, split=split)
-            yield observation.text
-            for _ in range(200):
-                action = self.expert_action(rng, 0.2)
-                observation = self.step(action)
-                yield action
-                yield observation.text
-                if observation.done:
-                    break
+        return scripted_texts(self, split, count)
 
     # -- for audits ------------------------------------------------------------------------------------------------
     def valid_actions(self) -> list[str]:

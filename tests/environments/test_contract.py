@@ -138,7 +138,8 @@ def test_protocol_and_tasks(environment: Any, make: Callable[[], Any]) -> None:
         task.split == "train" and Task.from_json(json.loads(json.dumps(task.to_json()))) == task for task in tasks
     )
     assert list(environment.tasks("train", 5, start=7)) == list(tasks[7:])
-    assert len(list(environment.corpus("train", 2))) >= 4
+    texts = list(environment.corpus("train", 2))
+    assert len(texts) >= 4 and texts == list(environment.corpus("train", 2))
     with pytest.raises(ValueError, match="unknown split 'trainn'"):
         environment.tasks("trainn", 1)
     with pytest.raises((ValueError, EnvironmentEnded)):

@@ -23,6 +23,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from megatron_ext.environments.corpus import scripted_texts
 from megatron_ext.environments.protocol import Action, EnvironmentEnded, Observation, ToolCall, ToolSpec, stable_hash
 from megatron_ext.environments.records.database import Database, Record, Refused, difference
 from megatron_ext.environments.records.layout import Need, Store, StoreShape, make_store, need
@@ -198,16 +199,7 @@ class Records:
         return {item.name: Record(item, False) for item in (*store.items, *store.others)}
 
     def corpus(self, split: str, count: int) -> Iterator[str]:
-        """Observations, and actions in the tool-call syntax."""
-        for task in self.tasks(split, count):
-            observation = self.reset(task.seed, split=split)
-            yield observation.text
-            rng = Random(task.seed)
-            while not observation.done:
-                call = self.expert_action(rng, 0.2)
-                yield f"<tool_call>{json.dumps({'name': call.name, 'arguments': dict(call.arguments)})}</tool_call>"
-                observation = self.step(call)
-                yield observation.text
+        return scripted_texts(self, split, count)
 
 
 def _call(what: Need, name: str, home: str) -> ToolCall | None:

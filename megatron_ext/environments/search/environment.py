@@ -19,13 +19,13 @@ outgrows its context budget, which is the harness's matter: ``results``, ``snipp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from megatron_ext.environments.corpus import scripted_texts
 from megatron_ext.environments.protocol import (
     Action,
     EnvironmentEnded,
@@ -285,17 +285,7 @@ class Search:
         return self._stack[-1].notes.summary(self._world)
 
     def corpus(self, split: str, count: int) -> Iterator[str]:
-        """Observations, and actions in the tool-call syntax."""
-        for task in self.tasks(split, count):
-            observation = self.reset(task.seed, split=split)
-            yield observation.text
-            rng = Random(task.seed)
-            while not observation.done:
-                call = self.expert_action(rng, 0.2)
-                said = json.dumps({"name": call.name, "arguments": dict(call.arguments)})
-                yield f"<tool_call>{said}</tool_call>"
-                observation = self.step(call)
-                yield observation.text
+        return scripted_texts(self, split, count)
 
 
 def _plain(text: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.environments.corpus import scripted_texts
 from megatron_ext.environments.protocol import Action, EnvironmentEnded, Observation, ToolSpec, stable_hash
 from megatron_ext.environments.splits import SPLITS, SplitScan, check_split
 from megatron_ext.environments.textworld.layout import GameSize, Layout, make_layout
@@ -151,18 +152,7 @@ class TextWorld:
         return told.script.act(played.facts, rng, mistake_rate)
 
     def corpus(self, split: str, count: int) -> Iterator[str]:
-        """Observations and actions of scripted episodes on ``count`` tasks, some with mistakes."""
-        for task in self.tasks(split, count):
-            rng = Random(task.seed)
-            observation = self.reset(task.seed, split=split)
-            yield observation.text
-            for _ in range(100):
-                action = self.expert_action(rng, 0.3)
-                observation = self.step(action)
-                yield action
-                yield observation.text
-                if observation.done:
-                    break
+        return scripted_texts(self, split, count, mistake_rate=0.3, most_turns=100)
 
     # -- for audits ------------------------------------------------------------------------------------------------
     def valid_actions(self) -> list[str]:
