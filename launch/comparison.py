@@ -37,8 +37,8 @@ import yaml
 from launch.prepare import prepare
 from launch.runner import Job
 from megatron_ext.config.compose import COMPARISON, ConfigError
+from megatron_ext.config.ranges import MAX_SEED
 from megatron_ext.config.schema import Config
-from megatron_ext.config.validate import MAX_SEED
 from megatron_ext.tracking.names import MetricNameError, lookup
 from megatron_ext.training.warm_start_key import warm_start_parts
 

@@ -12,6 +12,7 @@ from megatron_ext.training.link import RankLost
 def expected() -> tuple[type[Exception], ...]:
     """The exceptions of every part. A function, because importing them all loads the training stack."""
     from megatron_ext.config.instantiate import InstantiateError
+    from megatron_ext.credit.protocol import CreditError
     from megatron_ext.environments.splits import NotEnoughTasks
     from megatron_ext.environments.task_file import TaskFileError
     from megatron_ext.harness.protocol import HarnessError
@@ -20,7 +21,7 @@ def expected() -> tuple[type[Exception], ...]:
     from megatron_ext.models.backends import BackendError
     from megatron_ext.models.build import BuildError
     from megatron_ext.models.hf_config import HFConfigError
-    from megatron_ext.models.hf_map import WeightError
+    from megatron_ext.models.hf_tensors import WeightError
     from megatron_ext.models.parallel import ParallelError
     from megatron_ext.report.run_data import ReportError
     from megatron_ext.rollout.demonstrations import DemonstrationError
@@ -39,7 +40,7 @@ def expected() -> tuple[type[Exception], ...]:
         *(ConfigError, InstantiateError, BackendError, HFConfigError, WeightError, BuildError, ParallelError),
         *(FolderError, CheckpointError, DriverError, EngineError, TemplateError, TokenizerError, NotEnoughTasks),
         *(TaskFileError, TaskSetError, JournalError, StoreError, MetricsFileError, PackingError, HarnessError),
-        *(DemonstrationError, ReportError, KeptStepError),
+        *(DemonstrationError, ReportError, KeptStepError, CreditError),
     )
 
 

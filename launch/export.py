@@ -24,7 +24,7 @@ def export(saved: SavedRun, out: Path) -> Path:
     """Writes the HF folder ``out``, whole or not at all. Raises ``FileExistsError`` when it exists."""
     from megatron_ext.harness.template import load_codec
     from megatron_ext.models.hf_io import save_hf
-    from megatron_ext.models.hf_map import export_tensors
+    from megatron_ext.models.hf_weights import export_tensors
     from megatron_ext.training.saved_run import loaded_model
 
     codec = load_codec(saved.tokenizer)

@@ -19,7 +19,7 @@ from megatron_ext.harness.template import TemplateError, load_codec
 from megatron_ext.models.backends import BackendError, resolve_backend
 from megatron_ext.models.hf_config import HFConfig, HFConfigError, load_hf_config
 from megatron_ext.models.hf_io import SafetensorsReader
-from megatron_ext.models.hf_map import WeightError
+from megatron_ext.models.hf_tensors import WeightError
 
 
 def prepare(argv: Sequence[str], recipes: Path = RECIPES) -> Config:

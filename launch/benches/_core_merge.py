@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from launch.bench import table
 from launch.measurement import Measurement, Report
 from megatron_ext.trajectory.calls import Call
-from megatron_ext.trajectory.merge import Merged, Outcome, merge_calls
+from megatron_ext.trajectory.merge import Outcome, merge_calls
+from megatron_ext.trajectory.merge_report import Merged
 
 BAR = 1.0
 TURNS, CONTEXT, SAMPLED, REPEATS = 128, 65_536, 256, 5

@@ -133,7 +133,7 @@ def write_model(folder: Path, tokenizer: Path, size: Size) -> None:
     from megatron_ext.models.build import build_model
     from megatron_ext.models.hf_config import HFConfig
     from megatron_ext.models.hf_io import save_hf
-    from megatron_ext.models.hf_map import export_tensors
+    from megatron_ext.models.hf_weights import export_tensors
     from megatron_ext.models.parallel import initialize, shutdown
 
     hf = HFConfig(

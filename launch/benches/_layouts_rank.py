@@ -36,9 +36,11 @@ from megatron_ext.models.backends import resolve_backend
 from megatron_ext.models.build import build_model
 from megatron_ext.models.forward import unwrap
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.models.hf_map import Piece, hf_shapes, join, place_of, rank_plan
+from megatron_ext.models.hf_map import Piece, rank_plan
+from megatron_ext.models.hf_tensors import hf_shapes
+from megatron_ext.models.hf_weights import join, place_of
 from megatron_ext.models.parallel import ParallelContext, initialize, shutdown
-from megatron_ext.moe.policies import TrainedRouter
+from megatron_ext.moe.policies import TrainedRouter, routers
 from megatron_ext.moe.replay_tokens import ReplayRule
 from megatron_ext.training.lockstep import rank_microbatches
 from megatron_ext.training.microbatch import MicroBatch
@@ -77,7 +79,11 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
 def _build(hf: HFConfig, context: ParallelContext, seed: int, recompute: str = "") -> list[torch.nn.Module]:
     model = ModelConfig(hf_config="", max_context=128)
     overrides = TrainedRouter().config_overrides() | dict(RECOMPUTE[recompute])
-    return list(build_model(hf, model, context.config, context.backend, overrides, seed))
+    chunks: list[torch.nn.Module] = list(build_model(hf, model, context.config, context.backend, overrides, seed))
+    for _, router in routers(chunks) if hf.expert_bias else ():
+        # Fresh ones are zeros, which decide nothing.
+        router.expert_bias.copy_(torch.linspace(-0.2, 0.2, hf.num_experts).roll(router.layer_number))
+    return chunks
 
 
 def _trainer(case: Case, hf: HFConfig, context: ParallelContext) -> Trainer:
@@ -213,8 +219,14 @@ def whole_tensors(trainer: Trainer, hf: HFConfig, what: str) -> Arrays:
     layout, at = place_of(chunks)
     pieces: list[tuple[Piece, NDArray[Any]]] = []
     for plan in rank_plan(hf, layout, at):
-        parameter = dict(chunks[plan.chunk].named_parameters())[plan.param]
-        value = parameter.detach() if what == "param" else vars(parameter)["main_grad"]
+        chunk = chunks[plan.chunk]
+        parameter = dict(chunk.named_parameters()).get(plan.param)
+        if parameter is None:
+            # An expert bias: a buffer, and no gradient moves it.
+            buffer = dict(chunk.named_buffers())[plan.param]
+            value = buffer if what == "param" else torch.zeros_like(buffer)
+        else:
+            value = parameter.detach() if what == "param" else vars(parameter)["main_grad"]
         row = 0
         for piece in plan.pieces:
             rows = piece.stop - piece.start if piece.dim == 0 else len(value)

@@ -43,6 +43,19 @@ MODEL = HFConfig(
     norm_topk_prob=True,
     mlp_only_layers=(1,),
 )
+# As many MoE layers, so that the same experts are recorded.
+SIGMOID = replace(
+    MODEL,
+    family="glm4_moe",
+    qk_norm="none",
+    qkv_bias=True,
+    rotary_dim=8,
+    expert_groups=2,
+    top_groups=1,
+    routed_scaling=1.5,
+    shared_experts=1,
+    mlp_only_layers=(0,),
+)
 TEMPERATURE = 0.8
 LR = 0.03
 STEPS = 3
@@ -65,8 +78,9 @@ class Case:
     permuted (rows in random order, cut under the cap) | first (as permuted, all on the first data-parallel rank: the
     others run empty micro-batches). ``poison`` asks for one more step, with a gradient of NaN, which must be skipped.
     ``recompute`` full | moe runs forwards of layers, or of their experts, again in the backward.
-    The last five decide what is computed, so that only cases that agree in them are comparable:
-    ``terms`` a key of ``TERMS``; ``tied`` the embedding; ``clip`` of the gradient; ``dense`` a model without experts;
+    The last six decide what is computed, so that only cases that agree in them are comparable:
+    ``terms`` a key of ``TERMS``; ``tied`` the embedding; ``clip`` of the gradient; ``dense`` a model without experts,
+    ``sigmoid`` one with biased sigmoid routing, groups of experts and a shared one;
     ``replay`` of recorded experts, which are none that the routers would choose.
     """
 
@@ -83,16 +97,17 @@ class Case:
     tied: bool = True
     clip: float = 0.0
     dense: bool = False
+    sigmoid: bool = False
     replay: bool = False
 
     @property
     def alone(self) -> Case:
         """One rank, cut plainly: what the case must equal."""
-        kind = {"terms": self.terms, "tied": self.tied, "clip": self.clip, "dense": self.dense, "replay": self.replay}
-        return Case("dp1", **kind)  # type: ignore[arg-type]
+        kind = ("terms", "tied", "clip", "dense", "sigmoid", "replay")
+        return Case("dp1", **{name: getattr(self, name) for name in kind})
 
     def model(self) -> HFConfig:
-        hf = replace(MODEL, tie_word_embeddings=self.tied)
+        hf = replace(SIGMOID if self.sigmoid else MODEL, tie_word_embeddings=self.tied)
         return replace(hf, family="qwen3", num_experts=0, top_k=0, mlp_only_layers=()) if self.dense else hf
 
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from launch.benches._moe_setup import Size, World, groups_of, training_step
 from megatron_ext.models.forward import unwrap
+from megatron_ext.training.learner import Learner
 from megatron_ext.training.publish import whole_tensors
-from megatron_ext.training.run_state import Run
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.trajectory.record import TrajectoryBatch
 
@@ -51,14 +51,14 @@ def pooled(parts: Sequence[Mismatch]) -> Mismatch:
     )
 
 
-def mismatch(live: Run, replayed: Run, batch: TrajectoryBatch) -> Mismatch:
-    """Scores the batch under the current weights as both runs would (they share a trainer)."""
+def mismatch(live: Learner, replayed: Learner, batch: TrajectoryBatch) -> Mismatch:
+    """Scores the batch under the current weights as both learners would (they share a trainer)."""
     rows = live.rows(batch)
     members = np.arange(rows.num_rows)
     found = []
-    for run in (live, replayed):
-        micro = run.microbatches(batch, rows, members)
-        found.append(run.trainer.score(micro, batch.num_tokens, record_experts=True))
+    for learner in (live, replayed):
+        micro = learner.microbatches(batch, rows, members)
+        found.append(learner.trainer.score(micro, batch.num_tokens, record_experts=True))
     own, again = found
     assert own.experts is not None and own.routed is not None
     if batch.routed is None or batch.routed_valid is None:
@@ -85,14 +85,15 @@ def played(world: World, tasks: int, dtype: str) -> tuple[TrajectoryBatch, Misma
     with world.playing(dtype) as players:
         players.engine.publish(_copies(world, trainer), 0)
         batch = players.roll_out(dtype, 0, tasks)
-    return batch, mismatch(world.run(trainer), world.run(trainer, replay=True), batch)
+    return batch, mismatch(world.learner(trainer), world.learner(trainer, replay=True), batch)
 
 
 def stale(world: World, size: Size) -> tuple[list[Mismatch], list[float]]:
     """One a step of RL with replay, before the step trains: the bf16 engine sampled with older weights than those that
     score. And each step's success."""
     trainer = world.trainer()
-    live, run = world.run(trainer), world.run(trainer, replay=True, lr=size.stale_lr, steps=size.stale_steps)
+    live = world.learner(trainer)
+    learner = world.learner(trainer, replay=True, lr=size.stale_lr, steps=size.stale_steps)
     kept: deque[Weights] = deque(maxlen=size.lag + 1)
     found, success = [], []
     with world.playing("bfloat16") as players:
@@ -100,9 +101,9 @@ def stale(world: World, size: Size) -> tuple[list[Mismatch], list[float]]:
             kept.append(_copies(world, trainer))
             players.engine.publish(kept[0], step)
             batch = players.roll_out(f"stale{step}", step * size.stale_tasks, size.stale_tasks)
-            found.append(mismatch(live, run, batch))
+            found.append(mismatch(live, learner, batch))
             success.append(float(batch.success.mean()))
-            training_step(run, groups_of(batch))
+            training_step(learner, groups_of(batch))
     return found, success
 
 

@@ -26,8 +26,8 @@ import torch
 
 from launch.benches._moe_setup import Size, World, groups_of, training_step
 from megatron_ext.config.instantiate import instantiate
+from megatron_ext.training.learner import Learner
 from megatron_ext.training.routing import RoutingLosses
-from megatron_ext.training.run_state import Run
 from megatron_ext.trajectory.record import TrajectoryBatch
 
 EVERY_ROUND = ("plain", "replay", "losses")
@@ -58,32 +58,32 @@ def _overhead(seconds: Mapping[str, list[float]], way: str, other: str) -> float
     return median(a / b for a, b in zip(seconds[way], seconds[other], strict=False)) - 1
 
 
-def ways(world: World) -> dict[str, Run]:
-    """A job for each way, all on one trainer."""
+def ways(world: World) -> dict[str, Learner]:
+    """A learner for each way, all on one trainer."""
     trainer = world.trainer(OPEN)
-    runs = {way: world.run(trainer, replay=way == "replay", lr=0.0) for way in EVERY_ROUND}
-    runs["checked"] = world.run(trainer, lr=0.0)
-    runs |= {way: world.run(trainer, lr=0.0, updates=1) for way in ("single", "single_losses")}
+    learners = {way: world.learner(trainer, replay=way == "replay", lr=0.0) for way in EVERY_ROUND}
+    learners["checked"] = world.learner(trainer, lr=0.0)
+    learners |= {way: world.learner(trainer, lr=0.0, updates=1) for way in ("single", "single_losses")}
     for way in ("plain", "replay", "single"):
-        runs[way].routing = None
+        learners[way].routing = None
     policy = instantiate(CHECKED)
-    runs["checked"].routing = RoutingLosses(trainer, policy)
-    return runs
+    learners["checked"].routing = RoutingLosses(trainer, policy)
+    return learners
 
 
 def timed(world: World, size: Size, batch: TrajectoryBatch) -> Timings:
     """``size.rounds`` rounds of the first three ways, ``size.other_rounds`` of them with the others."""
-    runs, groups = ways(world), groups_of(batch)
-    wall: dict[str, list[float]] = {way: [] for way in runs}
-    cpu: dict[str, list[float]] = {way: [] for way in runs}
-    for run in runs.values():
-        training_step(run, groups)
+    learners, groups = ways(world), groups_of(batch)
+    wall: dict[str, list[float]] = {way: [] for way in learners}
+    cpu: dict[str, list[float]] = {way: [] for way in learners}
+    for learner in learners.values():
+        training_step(learner, groups)
     for number in range(size.rounds):
         due = EVERY_ROUND + (SOME_ROUNDS if number < size.other_rounds else ())
         turn = number % len(due)
         for way in due[turn:] + due[:turn]:
             began, spent = time.perf_counter(), time.process_time()
-            training_step(runs[way], groups)
+            training_step(learners[way], groups)
             wall[way].append(time.perf_counter() - began)
             cpu[way].append(time.process_time() - spent)
     return Timings(wall, cpu)
@@ -94,9 +94,9 @@ def changed_parameters(world: World, size: Size, batch: TrajectoryBatch, router:
     groups, found = groups_of(batch), []
     for node in (None, router):
         trainer = world.trainer(node)
-        run = world.run(trainer, steps=size.closed_steps)
+        learner = world.learner(trainer, steps=size.closed_steps)
         for _ in range(size.closed_steps):
-            training_step(run, groups)
+            training_step(learner, groups)
         found.append(trainer.snapshot())
     bits = [[value.view(torch.int32) for value in values] for values in found]
     return sum(int((a != b).sum()) for a, b in zip(*bits, strict=True))

@@ -7,14 +7,13 @@ routers that have learned have the margins that decide how often two precisions 
 Invariants (``tests/launch/test_bench_moe.py``):
 
 1. Every trainer that ``World.trainer`` builds begins with the same weights, and an engine serves what was published.
-2. A training step here is the main loop's: the same verbs of ``Run`` in the same order, without playing and publishing.
+2. A training step here is the main loop's: the same verbs of ``Learner`` in the same order; nothing is played.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -38,12 +37,11 @@ from megatron_ext.tracking.composite import TrackerSet
 from megatron_ext.training import checkpoint
 from megatron_ext.training.collect import StepGroups
 from megatron_ext.training.evaluate import run_orders
-from megatron_ext.training.interrupt import InterruptFlag
+from megatron_ext.training.learner import Learner
 from megatron_ext.training.optimizer import wrap
 from megatron_ext.training.phases import Phases
 from megatron_ext.training.ranks import Ranks, alone, joined
 from megatron_ext.training.run import train
-from megatron_ext.training.run_state import Run
 from megatron_ext.training.session import (
     build_chunks,
     credit_pipeline,
@@ -53,7 +51,8 @@ from megatron_ext.training.session import (
     warm_start_folder,
 )
 from megatron_ext.training.trainer import Trainer
-from megatron_ext.trajectory.record import TrajectoryBatch, concat
+from megatron_ext.trajectory.joining import concat
+from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from megatron_ext.trajectory.task import Task
 
@@ -137,8 +136,6 @@ class World:
     backend: ResolvedBackend
     context: ParallelContext
     ranks: Ranks
-    flag: InterruptFlag
-    stack: ExitStack
 
     def trainer(self, router: Mapping[str, Any] | None = None) -> Trainer:
         """A new one with the warm checkpoint's weights and a fresh optimizer. ``router`` is its policy's node, where it
@@ -150,7 +147,7 @@ class World:
         wrapped, optimizer = wrap(chunks, config.optimizer, config.parallel, self.backend)
         return Trainer(wrapped, optimizer, self.context, temperature=config.rollout.temperature, router=policy)
 
-    def run(
+    def learner(
         self,
         trainer: Trainer,
         *,
@@ -158,9 +155,9 @@ class World:
         lr: float | None = None,
         steps: int = 1,
         updates: int | None = None,
-    ) -> Run:
-        """A job of ``steps`` steps on this trainer, without those who play; ``lr`` and ``updates`` (optimizer steps a
-        batch) where they are not the recipe's."""
+    ) -> Learner:
+        """A learner of ``steps`` steps on this trainer; ``lr`` and ``updates`` (optimizer steps a batch) where they are
+        not the recipe's."""
         config = replace(self.config, run=replace(self.config.run, steps=steps))
         if updates is not None:
             config = replace(config, batch=replace(config.batch, optimizer_steps_per_batch=updates))
@@ -169,24 +166,17 @@ class World:
         if lr is not None:
             config = replace(config, optimizer=replace(config.optimizer, lr=lr))
         trackers = TrackerSet({})
-        run = Run(
+        return Learner(
             config=config,
-            folder=self.folder,
             hf=self.hf,
             trainer=trainer,
             ranks=self.ranks,
             gather=alone,
-            lead=None,
-            store=TrajectoryStore(self.folder / "store"),
             pipeline=credit_pipeline(config),
             terms=loss_terms(config),
             tracker=trackers,
             clock=Phases(trackers),
-            flag=self.flag,
-            started=time.monotonic(),
         )
-        self.stack.callback(run.saver.close)
-        return run
 
     @contextmanager
     def playing(self, dtype: str) -> Iterator[Players]:
@@ -238,8 +228,6 @@ def world(size: Size, root: Path, cache: Path) -> Iterator[World]:
                 backend=backend,
                 context=context,
                 ranks=ranks,
-                flag=stack.enter_context(InterruptFlag()),
-                stack=stack,
             )
     finally:
         torch.set_num_threads(threads)
@@ -251,14 +239,14 @@ def groups_of(batch: TrajectoryBatch) -> StepGroups:
     return StepGroups((), metas, batch.group_id, (), batch)
 
 
-def training_step(run: Run, groups: StepGroups) -> None:
+def training_step(learner: Learner, groups: StepGroups) -> None:
     """What the main loop does with the groups of a step (``training/loop.py``), from rows to the last metric."""
     batch = groups.batch
     assert batch is not None
-    rows = run.rows(batch)
-    scores = run.score(batch, rows)
-    advantage, _ = run.assign_credit(batch)
-    _, scores = run.update(groups, batch, rows, scores, advantage)
-    run.routing_metrics(batch, scores)
-    run.routing_losses_done(batch, rows)
-    run.step += 1
+    rows = learner.rows(batch)
+    scores = learner.score(batch, rows)
+    advantage, _ = learner.assign_credit(batch)
+    _, scores = learner.update(groups, batch, rows, scores, advantage)
+    learner.routing_metrics(batch, scores)
+    learner.routing_losses_done(batch, rows)
+    learner.step += 1

@@ -6,13 +6,13 @@ Invariants (``tests/integration/test_layouts.py``):
 
 1. Every wait has a deadline; a rank that fails or dies is an error with its traceback, and the pool is closed.
 2. No port is asked for: ranks find each other through a file.
-3. Ranks are started anew after ``LIFE`` calls. Megatron's data-parallel wrapper never lets go of a model that was
-   trained, nor gloo of the threads and sockets of its groups: a few dozen layouts are thousands of them, and then a
-   group no longer comes up.
+3. Every call has a process group of its own, and what the one before made is freed: the threads and sockets of a few
+   dozen layouts' groups would be thousands, and then a group no longer comes up.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import time
@@ -26,7 +26,6 @@ from typing import Any
 from megatron_ext.process import log_tail, start_child
 
 ENTRY = "launch.benches._ranks:serve"
-LIFE = 20
 
 
 class RankError(RuntimeError):
@@ -42,14 +41,10 @@ class RankPool:
 
     def __init__(self, size: int, folder: Path, preload: str, deadline_s: float = 600.0) -> None:
         self.size, self.folder, self._deadline_s = size, folder, deadline_s
-        self._preload = preload
-        self._world = self._worlds = self._calls = 0
+        self._world = self._worlds = 0
         self._ranks: list[tuple[Popen[bytes], Connection]] = []
-        self._start()
-
-    def _start(self) -> None:
         for rank in range(self.size):
-            self._ranks.append(start_child(ENTRY, str(rank), self._preload, log=self._log(rank)))
+            self._ranks.append(start_child(ENTRY, str(rank), preload, log=self._log(rank)))
 
     def call(self, entry: str, *arguments: Any, world: int) -> list[Any]:
         """What ``entry`` ("package.module:function") returned on each of ``world`` ranks, in order.
@@ -58,16 +53,10 @@ class RankPool:
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"a call on {world} ranks, the pool has {self.size}")
-        if self._ranks and self._calls == LIFE:
-            self.close()
-            self._world = self._calls = 0
-            self._start()
-        self._calls += 1
-        if world != self._world:
-            self._worlds += 1
-            concerned = range(max(world, self._world))
-            self._world = world
-            self._ask(concerned, "join", world, str(self.folder / f"world-{self._worlds}"))
+        self._worlds += 1
+        concerned = range(max(world, self._world))
+        self._world = world
+        self._ask(concerned, "join", world, str(self.folder / f"world-{self._worlds}"))
         return self._ask(range(world), "call", entry, arguments)
 
     def _ask(self, ranks: range, *message: Any) -> list[Any]:
@@ -146,3 +135,4 @@ def serve(connection: Connection, rank: str, preload: str) -> None:
             connection.send((True, reply))
         except Exception:
             connection.send((False, traceback.format_exc()))
+        gc.collect()  # a model is a circle of references, and its groups' threads go with it

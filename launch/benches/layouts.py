@@ -29,7 +29,7 @@ _PP, _EP, _CP = {"pipeline": 2}, {"expert": 2}, {"context": 2}
 _VPP = {"pipeline": 2, "virtual_pipeline": 2}
 _SHARDED = {"distributed_optimizer": True}
 
-# In order of their ranks, so that a process group is made once for each number of them.
+# In order of their ranks.
 CASES: tuple[Case, ...] = (
     Case("dp1", poison=True),
     Case("small_microbatches", cap=60),
@@ -78,6 +78,14 @@ CASES: tuple[Case, ...] = (
     # Other losses and models, against one rank of their own: whole sequences; no experts.
     Case("cp2_sequence_loss", 2, _CP, terms="sequence"),
     Case("tp2_dense", 2, {"tensor": 2}, dense=True),
+    # Biased sigmoid routing with groups and a shared expert.
+    Case("sigmoid_small_microbatches", cap=60, sigmoid=True),
+    Case("sigmoid_tp2_ep2", 2, {**_TP, **_EP}, sigmoid=True),
+    Case("sigmoid_pp2", 2, _PP, sigmoid=True),
+    Case("sigmoid_cp2", 2, _CP, sigmoid=True),
+    Case("sigmoid_dp2_distopt_replay", 2, _SHARDED, sigmoid=True, replay=True),
+    Case("sigmoid_tp2_ep2_replay", 2, {**_TP, **_EP}, sigmoid=True, replay=True),
+    Case("sigmoid_vpp2_replay", 2, _VPP, cap=60, recompute="full", sigmoid=True, replay=True),
     Case("dp4", 4),
     Case("dp4_distopt", 4, _SHARDED),
     Case("ep4", 4, {"expert": 4}),

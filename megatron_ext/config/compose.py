@@ -144,7 +144,7 @@ def _build(tree: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
         return None, [f"{error.full_key or 'configuration'}: {str(error).splitlines()[0]}"]
     for key in keys.walk(Config):
         if key.kind is Kind.MAP:
-            problems += targets.problems(key.path, _value(config, key.path))
+            problems += targets.problems(key.path, keys.value(config, key.path))
     if config.method is not None:
         config.method = _method(config.method, problems)
     return config, problems
@@ -329,13 +329,6 @@ def _at(tree: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
             return None
         at = at[part]
     return cast(Mapping[str, Any], at)
-
-
-def _value(config: Config, path: str) -> Any:
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _method(raw: object, problems: list[str]) -> object:

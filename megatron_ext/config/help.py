@@ -53,21 +53,14 @@ def render(cfg: Config | None, recipes: Mapping[str, Sequence[str]], program: st
         if key.kind is Kind.SECTION:
             lines += ["", f"  {key.path}  ({key.type_name})"]
             continue
-        lines.append(f"  {key.path}: {key.type_name} = {_show(_value(values, key.path))}")
+        lines.append(f"  {key.path}: {key.type_name} = {_show(keys.value(values, key.path))}")
         if key.help:
             lines += textwrap.wrap(key.help, 108, initial_indent="      ", subsequent_indent="      ")
         if key.kind is Kind.MAP:
-            lines += [f"        {line}" for line in _entries(_value(values, key.path), key.path)]
-        if key.kind is Kind.ANY and dataclasses.is_dataclass(_value(values, key.path)):
-            lines += list(_method(_value(values, key.path), key.path))
+            lines += [f"        {line}" for line in _entries(keys.value(values, key.path), key.path)]
+        if key.kind is Kind.ANY and dataclasses.is_dataclass(keys.value(values, key.path)):
+            lines += list(_method(keys.value(values, key.path), key.path))
     return "\n".join(lines) + "\n"
-
-
-def _value(cfg: Config, path: str) -> Any:
-    value: Any = cfg
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _show(value: Any) -> str:
@@ -95,6 +88,6 @@ def _method(value: Any, path: str) -> Iterator[str]:
     for key in keys.walk(schema):
         if key.kind is Kind.SECTION:
             continue
-        yield f"        {path}.{key.path}: {key.type_name} = {_show(_value(value, key.path))}"
+        yield f"        {path}.{key.path}: {key.type_name} = {_show(keys.value(value, key.path))}"
         if key.help:
             yield from textwrap.wrap(key.help, 108, initial_indent=" " * 12, subsequent_indent=" " * 12)

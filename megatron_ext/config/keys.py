@@ -71,6 +71,13 @@ def find(schema: type, path: str) -> Key | None:
     return None
 
 
+def value(tree: Any, path: str) -> Any:
+    """What a configuration (or a section of one) holds at a dotted path of its schema."""
+    for part in path.split("."):
+        tree = getattr(tree, part)
+    return tree
+
+
 def nearest(schema: type, path: str, limit: int = 3) -> list[str]:
     """Full paths like ``path``: similar ones, and those whose last name is the same or similar."""
     paths = [key.path for key in walk(schema)]

@@ -1,109 +1,28 @@
-"""Refuses impossible combinations before anything is allocated: a pure function from a configuration to lines.
+"""Refuses impossible configurations before anything is allocated: a pure function from a configuration to lines.
 
-Back ends are judged by ``models.backends.resolve_backend``, the model's own fields by ``models.hf_config``.
+Here is what keys say together. ``ranges.py`` judges each key by itself, ``plug_points.py`` what only the plug points
+know, ``models.backends.resolve_backend`` the back ends and ``models.hf_config`` the model's own fields.
 
 Invariants (``tests/config/test_validate.py``):
 
-1. Complete, and nothing is started or written: every problem is returned, not the first. Plug points that are small
-   objects (losses, rewards, harness, credit edits, router, trackers) are built, since only they know what they refuse;
-   environments and engines are not.
+1. Complete, and nothing is started or written: every problem is returned, not the first.
 2. A line names the keys and their values, what is impossible about them, and so what to change.
 3. A configuration with no problem gives the empty list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from math import inf
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from megatron_ext.config import keys, targets
-from megatron_ext.config.instantiate import InstantiateError, import_target, instantiate
-from megatron_ext.config.keys import Kind
-from megatron_ext.config.schema import Config, OptimizerConfig
+from megatron_ext.config import plug_points, ranges
+from megatron_ext.config.instantiate import InstantiateError, import_target
+from megatron_ext.config.schema import Config
 from megatron_ext.config.signature import Signature
-from megatron_ext.losses.aggregation import MODES
-from megatron_ext.rewards.compose import RewardSet
 from megatron_ext.tracking.names import NEITHER, MetricNameError, lookup
 
-# Allowed values of the keys that choose by name.
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "model.init": ("fan_in", "normal"),
-    "credit.normalize": ("std", "mean", "none"),
-    "loss.aggregation": MODES,
-    "rollout.replay_missing": ("error", "live"),
-    "optimizer.name": ("adam", "sgd"),
-    "optimizer.schedule": ("constant", "cosine", "linear"),
-    "warm_start.optimizer.name": ("adam", "sgd"),
-    "warm_start.optimizer.schedule": ("constant", "cosine", "linear"),
-}
-
-# Smallest allowed value of the keys that count something.
-AT_LEAST: Mapping[str, float] = {
-    "run.seed": 0,
-    "run.steps": 0,
-    "run.max_minutes": 0,
-    "run.threads": 1,
-    "parallel.tensor": 1,
-    "parallel.pipeline": 1,
-    "parallel.virtual_pipeline": 1,
-    "parallel.expert": 1,
-    "parallel.expert_tensor": 1,
-    "parallel.context": 1,
-    "model.max_context": 2,
-    "model.aux_loss_coefficient": 0,
-    "tokenizer.corpus_tasks": 1,
-    "batch.tasks_per_step": 1,
-    "batch.trajectories_per_task": 1,
-    "batch.optimizer_steps_per_batch": 1,
-    "batch.tokens_per_microbatch": 1,
-    "batch.tokens_per_row": 0,
-    "rollout.top_k": 0,
-    "rollout.max_new_tokens": 1,
-    "rollout.max_turns": 1,
-    "rollout.concurrency": 1,
-    "rollout.env_workers": 1,
-    "credit.eps": 0,
-    "credit.filter.draw_limit": 1,
-    "credit.filter.tolerance": 0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.clip_grad": 0,
-    "warm_start.seed": 0,
-    "warm_start.demonstrations": 1,
-    "warm_start.min_epochs": 0,
-    "warm_start.gate_tasks": 1,
-    "warm_start.gate_every": 1,
-    "warm_start.trajectories_per_step": 1,
-    "warm_start.observation_weight": 0,
-    "warm_start.aux_loss_coefficient": 0,
-    "tasks.train_tasks": 1,
-    "tasks.dev_tasks": 0,
-    "tasks.test_tasks": 0,
-    "evaluation.every": 0,
-    "evaluation.samples": 0,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-    "samples.every": 0,
-    "samples.groups": 0,
-}
-
-ABOVE_ZERO = (
-    "model.embedding_std",
-    "rollout.env_deadline_s",
-    "rollout.lease_deadline_s",
-    "optimizer.lr",
-    "warm_start.optimizer.lr",
-)
-SHARES = ("optimizer.min_lr_ratio", "warm_start.mistake_rate", "warm_start.target_success")
-STRUCTURED, FROZEN = ".StructuredRouter", ".FrozenRouter"  # router policies
-ROUTING_LOSSES = ("mutual_information", "consistency")  # their coefficients, arguments of the former
-MAX_VOCAB = 2048
-MIN_VOCAB = 264  # the special tokens, the 256 bytes, and at least one piece to learn
-MAX_SEED = 2**32 - 1  # what every generator takes
-ONE_PLUG_POINT = ("harness", "rollout.engine", "tasks.source")  # maps that are one plug point and cannot be empty
+STRUCTURED = ".StructuredRouter"
 
 
 def problems(cfg: Config, hf: Mapping[str, Any] | None, world_size: int = 1) -> list[str]:
@@ -111,31 +30,19 @@ def problems(cfg: Config, hf: Mapping[str, Any] | None, world_size: int = 1) -> 
     ``world_size`` the number of training ranks."""
     return [
         *_run(cfg),
-        *_ranges(cfg),
+        *ranges.problems(cfg),
         *_parallel(cfg, world_size),
         *(_model(cfg, hf) if hf is not None else ()),
         *_batch(cfg, world_size),
         *_rollout(cfg),
-        *_optimizer("optimizer", cfg.optimizer),
-        *_optimizer("warm_start.optimizer", cfg.warm_start.optimizer),
-        *_plug_points(cfg),
+        *plug_points.problems(cfg),
     ]
-
-
-def _get(cfg: Config, path: str) -> Any:
-    value: Any = cfg
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _run(cfg: Config) -> Iterator[str]:
     name = cfg.run.name
     if name in ("", ".", "..") or PurePath(name).name != name:
         yield f"run.name={name!r}: names a folder inside run.root, so it holds no slash; run.root says where that is"
-    for key, seed in (("run.seed", cfg.run.seed), ("warm_start.seed", cfg.warm_start.seed)):
-        if seed > MAX_SEED:
-            yield f"{key}={seed}: must be at most {MAX_SEED}"
     if cfg.run.deterministic and cfg.backend.device == "cuda":
         yield "run.deterministic=true: repeats exactly on backend.device=cpu only, not on cuda"
     if cfg.run.deterministic and not _takes(cfg.rollout.engine, "batch_invariant"):
@@ -180,35 +87,10 @@ def _best(name: str) -> Iterator[str]:
         yield f"checkpoint.best={name}: more of it is neither better nor worse; name a metric that is, or leave it out"
 
 
-def _ranges(cfg: Config) -> Iterator[str]:
-    for key in keys.walk(Config):
-        if key.kind is Kind.VALUE and isinstance(value := _get(cfg, key.path), float) and value in (inf, -inf):
-            yield f"{key.path}={value}: must be finite"
-    for path, allowed in CHOICES.items():
-        if (value := _get(cfg, path)) not in allowed:
-            yield f"{path}={value}: must be one of {', '.join(allowed)}"
-    for path, least in AT_LEAST.items():
-        if not (value := _get(cfg, path)) >= least:  # written so that NaN fails
-            yield f"{path}={value}: must be at least {least:g}"
-    for path in ABOVE_ZERO:
-        if not (value := _get(cfg, path)) > 0:
-            yield f"{path}={value}: must be above 0"
-    for path in SHARES:
-        if not 0 <= (value := _get(cfg, path)) <= 1:
-            yield f"{path}={value}: is a share, 0 to 1"
-    if cfg.credit.std_ddof not in (0, 1):
-        yield f"credit.std_ddof={cfg.credit.std_ddof}: must be 0 (population) or 1 (sample)"
-    if not cfg.model.tokenizer and not MIN_VOCAB <= cfg.tokenizer.vocab_size <= MAX_VOCAB:
-        yield (
-            f"tokenizer.vocab_size={cfg.tokenizer.vocab_size}: a learned vocabulary has {MIN_VOCAB} to {MAX_VOCAB} "
-            "tokens, special tokens and bytes included"
-        )
-
-
 def _parallel(cfg: Config, world: int) -> Iterator[str]:
     p = cfg.parallel
     if min(p.tensor, p.pipeline, p.virtual_pipeline, p.expert, p.expert_tensor, p.context) < 1:
-        return  # _ranges has said so
+        return  # ranges has said so
     ranks = p.tensor * p.pipeline * p.context
     if world % ranks:
         yield (
@@ -362,88 +244,3 @@ def _rollout(cfg: Config) -> Iterator[str]:
         yield "rewards: none; nothing would be learned"
     if not cfg.loss.terms:
         yield "loss.terms: none; nothing would be learned"
-
-
-def _optimizer(path: str, o: OptimizerConfig) -> Iterator[str]:
-    for name, value in (("beta1", o.beta1), ("beta2", o.beta2)):
-        if not 0 <= value < 1:
-            yield f"{path}.{name}={value}: must be at least 0 and below 1"
-    if not o.eps > 0:
-        yield f"{path}.eps={o.eps}: must be above 0"
-
-
-def _plug_points(cfg: Config) -> Iterator[str]:
-    """Judgements that need the plug points themselves: they are small objects, built from their own arguments."""
-    lines: list[str] = []
-
-    def build(path: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` builds; None when it cannot."""
-        try:
-            return make()
-        except Exception as error:  # it may be the user's code, and whatever that raises is an answer to this question
-            text = " ".join(str(error).split())
-            text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-            lines.append(text if text.startswith(path) else f"{path}: {text}")
-            return None
-
-    def build_each(path: str) -> dict[str, Any]:
-        """Entries of the map at ``path`` by name, without those that composing has complained about."""
-        sound = {n: e for n, e in _get(cfg, path).items() if not any(targets.problems(path, {n: e}))}
-        made = {
-            name: build(f"{path}.{name}", partial(instantiate, node, skip=("order",), where=f"{path}.{name}"))
-            for name, node in sound.items()
-        }
-        return {name: plug_point for name, plug_point in made.items() if plug_point is not None}
-
-    for path in ONE_PLUG_POINT:
-        if "_target_" not in _get(cfg, path):
-            lines.append(f"{path}: needs _target_ (the import path of what it is), got {_get(cfg, path)!r}")
-    if "_target_" in cfg.harness and not any(targets.problems("harness", cfg.harness)):
-        build("harness", partial(instantiate, cfg.harness, where="harness"))
-    sound = {name: node for name, node in cfg.rewards.items() if not any(targets.problems("rewards", {name: node}))}
-    made = [build(f"rewards.{name}", partial(RewardSet.from_config, {name: node})) for name, node in sound.items()]
-    if len(made) > 1 and None not in made:  # what they say about each other
-        build("rewards", partial(RewardSet.from_config, sound))
-    terms = build_each("loss.terms")
-    if cfg.batch.tokens_per_row > 0:
-        lines.extend(
-            f"batch.tokens_per_row={cfg.batch.tokens_per_row}: cuts segments, and loss.terms.{name} takes a ratio over "
-            "whole ones; set batch.tokens_per_row=0, or its granularity and correction_granularity to token or step"
-            for name, term in terms.items()
-            if term.unit.value == "sequence"
-        )
-    build_each("tracking")
-    edits = build_each("credit.edits")
-    setters = [name for name, edit in edits.items() if edit.traits.scale.value == "sets"]
-    if len(setters) > 1:
-        lines.append(f"credit.edits: {' and '.join(setters)} each set the scale of the advantage; keep one")
-    rate = cfg.model.router.get("bias_update_rate", 0)
-    if isinstance(rate, (int, float)) and rate > 0:
-        readers = [f"loss.terms.{name}" for name, term in terms.items() if term.needs_reference]
-        readers += [f"credit.edits.{name}" for name, edit in edits.items() if edit.traits.reference]
-        if readers:
-            lines.append(
-                f"model.router.bias_update_rate={rate}: expert biases move and the reference policy that "
-                f"{', '.join(readers)} reads has none of its own; set it to 0"
-            )
-    coefficient = cfg.model.aux_loss_coefficient
-    acting = [f"{name}={cfg.model.router[name]}" for name in ROUTING_LOSSES if cfg.model.router.get(name)]
-    if acting and cfg.model.router.get("_target_", "").endswith(FROZEN):
-        lines.append(
-            f"model.router: a frozen router does not learn from a routing loss ({', '.join(acting)}); choose "
-            "megatron_ext.moe.structured.StructuredRouter, or leave the loss out"
-        )
-    if cfg.model.router and not any(targets.problems("model.router", cfg.model.router)):
-        policy = build("model.router", partial(instantiate, cfg.model.router, where="model.router"))
-        if policy is not None and coefficient > 0 and policy.config_overrides().get("moe_aux_loss_coeff") == 0.0:
-            lines.append(
-                f"model.aux_loss_coefficient={coefficient}: the router policy {cfg.model.router['_target_']} keeps the "
-                "auxiliary loss off"
-            )
-        coefficient = cfg.warm_start.aux_loss_coefficient
-        if cfg.warm_start.enabled and coefficient > 0 and cfg.model.router.get("in_warm_start", False):
-            lines.append(
-                f"warm_start.aux_loss_coefficient={coefficient}: model.router.in_warm_start=true keeps the auxiliary "
-                "loss off; set one of them to its default"
-            )
-    yield from lines

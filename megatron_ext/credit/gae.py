@@ -10,17 +10,13 @@ Invariants (``tests/credit/test_gae.py`` asserts each):
 1. Advantages, returns and the value mask are 0 on untrained tokens, whatever values and rewards stand there.
 2. Inserting or changing observation tokens changes no bit of what trained tokens get (unit ``token`` apart).
 3. Nor does the company a chain keeps: each chain's numbers are its own, bit for bit.
-4. The block length of the scan changes nothing but the last digits of float64.
-5. lambda = 1 and V = 0 give the discounted reward to go; lambda = 0 gives delta.
-6. A reward between two units belongs to the one before it; one that no unit precedes is past, and counted.
-7. A chain ends in a terminal state (value 0) unless the value of the state it was cut at is given.
-8. Cutting a trajectory into segments or sessions changes nothing while the chain is the trajectory; units are linked in
-   the order in which they happened, also where a subagent's session lies inside its parent's.
+4. lambda = 1 and V = 0 give the discounted reward to go; lambda = 0 gives delta.
+5. A reward between two units belongs to the one before it; one that no unit precedes is past, and counted.
+6. A chain ends in a terminal state (value 0) unless the value of the state it was cut at is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -28,9 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.credit.levels import trained_tokens
 from megatron_ext.credit.scan import check_offsets, linear_scan_reverse
-from megatron_ext.trajectory.record import Status, TrajectoryBatch, owners
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -41,19 +35,6 @@ class Unit(StrEnum):
     ACTION_TOKEN = "action_token"  # trained tokens alone (skip observation: SAO)
     STEP = "step"  # a turn; its value stands at its first trained token (StepPO)
     SEGMENT = "segment"
-
-
-class Chain(StrEnum):
-    TRAJECTORY = "trajectory"
-    SESSION = "session"
-    SEGMENT = "segment"
-
-
-class Outcome(StrEnum):
-    """Where a trajectory's reward is paid when its chains are shorter than itself."""
-
-    TRAJECTORY_END = "trajectory_end"
-    CHAIN_END = "chain_end"
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +92,7 @@ class GAEOutput:
 
 
 @dataclass(frozen=True, eq=False)
-class _Links:
+class Links:
     """The linked tokens in chain order: ``token`` [M] index, ``offsets`` [C+1] into them, ``unit`` [M] index of each
     one's unit (None: each is one), ``trained`` bool [M] (None: all are)."""
 
@@ -186,19 +167,19 @@ def gae(
     """Advantages and returns of masked, ragged chains; ``gamma``, ``lam`` and ``return_lam`` as ``unit_advantages``."""
     offsets = np.asarray(inputs.offsets, dtype=np.int64)
     if inputs.unit is Unit.TOKEN:
-        links = _Links(np.arange(len(inputs.mask)), offsets, None, inputs.mask)
+        links = Links(np.arange(len(inputs.mask)), offsets, None, inputs.mask)
         starts = offsets
     else:
         token = np.flatnonzero(inputs.mask)
         starts = np.searchsorted(token, offsets)
-        unit = None if inputs.key is None else _runs(np.asarray(inputs.key)[token], starts, token)
-        links = _Links(token, starts, unit, None)
+        unit = None if inputs.key is None else runs(np.asarray(inputs.key)[token], starts, token)
+        links = Links(token, starts, unit, None)
     paid = np.flatnonzero(inputs.rewards)
     link = np.searchsorted(links.token, paid, side="right") - 1
     first = starts[np.searchsorted(offsets, paid, side="right") - 1]
     claimed = link >= first
     reward = _sums(link[claimed], inputs.rewards[paid[claimed]], len(links.token))
-    return _solve(links, inputs.values, reward, int(np.sum(~claimed)), gamma, lam, return_lam, inputs.last_value)
+    return solve(links, inputs.values, reward, int(np.sum(~claimed)), gamma, lam, return_lam, inputs.last_value)
 
 
 def _sums(index: Ints, values: NDArray[Any], size: int) -> Floats:
@@ -206,7 +187,7 @@ def _sums(index: Ints, values: NDArray[Any], size: int) -> Floats:
     return np.bincount(index, weights=values, minlength=size).astype(np.float64, copy=False)
 
 
-def _runs(key: NDArray[Any], offsets: Ints, token: Ints) -> Ints:
+def runs(key: NDArray[Any], offsets: Ints, token: Ints) -> Ints:
     """Index of the run of equal keys, within one chain, that each link stands in; [M]."""
     first = np.ones(len(key), dtype=bool)
     first[1:] = key[1:] != key[:-1]
@@ -224,8 +205,8 @@ def _runs(key: NDArray[Any], offsets: Ints, token: Ints) -> Ints:
     return np.cumsum(first, dtype=np.int64) - 1
 
 
-def _solve(
-    links: _Links,
+def solve(
+    links: Links,
     values: NDArray[Any],
     reward: Floats,
     unclaimed: int,
@@ -234,6 +215,8 @@ def _solve(
     return_lam: float | NDArray[Any] | None,
     last_value: NDArray[Any] | None,
 ) -> GAEOutput:
+    """Advantages and returns of the links, whose rewards are ``reward`` float64 [M], spread over the tokens of
+    ``values`` [T]; the rest as ``unit_advantages`` and ``GAEOutput`` have it."""
     token, offsets = links.token, links.offsets
     if links.unit is not None:
         heads = np.flatnonzero(np.diff(links.unit, prepend=-1))
@@ -258,170 +241,3 @@ def length_adaptive_lambda(lengths: NDArray[Any], alpha: float) -> Floats:
     if not alpha >= 1:
         raise ValueError(f"alpha {alpha}: must be 1 or more, a smaller one makes lambda of a single unit negative")
     return np.where(np.asarray(lengths) > 0, 1.0 - 1.0 / (alpha * np.maximum(lengths, 1)), 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GAE:
-    """GAE of a whole batch: how its units are chained and paid.
-
-    ``lam``: one lambda; with ``lam_alpha`` each chain's is ``length_adaptive_lambda`` of its number of units (of its
-    trained tokens for unit ``token``). ``return_lam``: lambda of the critic's targets, None = the policy's.
-    ``turn_rewards``: pay each turn's own reward at its last linked token (else only the trajectory's, at the end).
-    ``outcome``: matters only for chains shorter than the trajectory. ``bootstrap``: ends at which the trajectory was
-    cut off rather than finished, so that ``last_value`` stands in for what would have come.
-    """
-
-    unit: Unit = Unit.ACTION_TOKEN
-    chain: Chain = Chain.TRAJECTORY
-    outcome: Outcome = Outcome.TRAJECTORY_END
-    gamma: float = 1.0
-    lam: float = 1.0
-    lam_alpha: float | None = None
-    return_lam: float | None = None
-    turn_rewards: bool = False
-    bootstrap: Sequence[Status | str] = ()
-
-    def __post_init__(self) -> None:
-        for name, kind in (("unit", Unit), ("chain", Chain), ("outcome", Outcome)):
-            value = getattr(self, name)
-            if value not in list(kind):
-                raise ValueError(f"{name} {value!r}: must be one of {', '.join(kind)}")
-            object.__setattr__(self, name, kind(value))
-        if self.unit is Unit.SEGMENT and self.chain is Chain.SEGMENT:
-            raise ValueError("unit and chain are both segment: every chain would hold one unit")
-        ends = {status.name: status for status in Status if status.trainable}
-        names = [end.name if isinstance(end, Status) else end for end in self.bootstrap]
-        if unknown := [name for name in names if name not in ends]:
-            raise ValueError(f"bootstrap {unknown}: must be ends of trained trajectories, {', '.join(ends)}")
-        object.__setattr__(self, "bootstrap", tuple(ends[name] for name in names))
-
-    def __call__(
-        self,
-        batch: TrajectoryBatch,
-        values: NDArray[Any],
-        *,
-        reward: NDArray[Any] | None = None,
-        last_value: NDArray[Any] | None = None,
-        lam: NDArray[Any] | None = None,
-    ) -> GAEOutput:
-        """Advantages of a batch of T tokens and J trajectories.
-
-        Args:
-            values: [T], V of the state in which each token was sampled; read only where a unit starts.
-            reward: [J], instead of the batch's own.
-            last_value: [J], V after the last token; needed when ``bootstrap`` names an end, read where it happened.
-            lam: [J], one lambda a trajectory, instead of the configured one.
-        """
-        outcome = batch.reward if reward is None else np.asarray(reward)
-        for name, array, size in (
-            ("values", values, batch.num_tokens),
-            ("reward", outcome, batch.num_trajectories),
-            ("last_value", last_value, batch.num_trajectories),
-            ("lam", lam, batch.num_trajectories),
-        ):
-            if array is not None and np.shape(array) != (size,):
-                raise ValueError(f"{name} {np.shape(array)}: expected ({size},)")
-        if bool(self.bootstrap) != (last_value is not None):
-            raise ValueError("last_value goes with `bootstrap`, the ends that it is read at: give both or neither")
-        segment_chain, trajectory = self._chains(batch)
-        turn_order = self._turn_order(batch)
-        links, number = self._links(batch, segment_chain, len(trajectory), turn_order)
-        # Chains that hold a link, by trajectory and then by what happened last: the last of each trajectory ends it.
-        filled = np.flatnonzero(np.diff(links.offsets) > 0)
-        last = links.offsets[filled + 1] - 1
-        order = np.lexsort((number[last], trajectory[filled]))
-        final = order[np.diff(trajectory[filled][order], append=-1) != 0]
-        paid = final if self.outcome is Outcome.TRAJECTORY_END else order
-        amount = np.zeros(len(links.token))
-        amount[last[paid]] = outcome[trajectory[filled][paid]]
-        without = batch.trainable() & (np.bincount(trajectory[filled], minlength=batch.num_trajectories) == 0)
-        unclaimed = int(np.count_nonzero(outcome[without]))
-        if self.turn_rewards:
-            unclaimed += _pay_turns(batch, segment_chain, turn_order, links, number, amount)
-        cut = None
-        if last_value is not None:
-            cut = np.zeros(len(trajectory))
-            owner = trajectory[filled[final]]
-            here = np.isin(batch.status[owner], np.array(self.bootstrap, dtype=np.int8))
-            cut[filled[final][here]] = last_value[owner[here]]
-        share = self._lambda(links) if lam is None else np.asarray(lam)[trajectory]
-        return _solve(links, values, amount, unclaimed, self.gamma, share, self.return_lam, cut)
-
-    def _chains(self, batch: TrajectoryBatch) -> tuple[Ints, Ints]:
-        """Chain of each segment [S], and trajectory of each chain [C]."""
-        if self.chain is Chain.TRAJECTORY:
-            return batch.segment_trajectory(), np.arange(batch.num_trajectories)
-        if self.chain is Chain.SESSION:
-            return batch.segment_session(), batch.session_trajectory()
-        return np.arange(batch.num_segments), batch.segment_trajectory()
-
-    def _turn_order(self, batch: TrajectoryBatch) -> Ints:
-        """When each turn happened within its trajectory [N]; for unit ``segment``, when its segment began."""
-        number = batch.turn_number.astype(np.int64)
-        if self.unit is not Unit.SEGMENT:
-            return number
-        return number[batch.segment_turns[batch.turn_segment()]]
-
-    def _links(self, batch: TrajectoryBatch, segment_chain: Ints, chains: int, turn_order: Ints) -> tuple[_Links, Ints]:
-        """The links, and when each happened."""
-        trained = trained_tokens(batch)
-        # Tokens off turn repeat what an earlier segment holds.
-        linked = (
-            trained if self.unit is not Unit.TOKEN else (batch.turn >= 0) & batch.trainable()[batch.token_trajectory()]
-        )
-        token = np.flatnonzero(linked)
-        segment = owners(batch.segment_tokens)[token]
-        chain, number = segment_chain[segment], turn_order[batch.turn[token]]
-        if np.any((np.diff(number) < 0) & (np.diff(chain) == 0)):
-            order = np.lexsort((number, chain))
-            token, segment, chain, number = token[order], segment[order], chain[order], number[order]
-        offsets = np.searchsorted(chain, np.arange(chains + 1))
-        unit = None
-        if self.unit is Unit.STEP:
-            unit = _runs(batch.turn[token], offsets, token)
-        elif self.unit is Unit.SEGMENT:
-            unit = _runs(segment, offsets, token)
-        return _Links(token, offsets, unit, trained[token] if self.unit is Unit.TOKEN else None), number
-
-    def _lambda(self, links: _Links) -> float | Floats:
-        if self.lam_alpha is None:
-            return self.lam
-        counted = links.trained
-        if links.unit is not None:
-            counted = np.diff(links.unit, prepend=-1) != 0
-        if counted is None:
-            return length_adaptive_lambda(np.diff(links.offsets), self.lam_alpha)
-        running = np.concatenate([[0], np.cumsum(counted)])
-        return length_adaptive_lambda(np.diff(running[links.offsets]), self.lam_alpha)
-
-
-def _pay_turns(
-    batch: TrajectoryBatch, segment_chain: Ints, turn_order: Ints, links: _Links, number: Ints, amount: Floats
-) -> int:
-    """Adds each turn's reward to the last link up to its end; returns how many rewards no link preceded."""
-    turn = np.flatnonzero((batch.turn_reward != 0) & batch.trainable()[batch.turn_trajectory()])
-    chain = segment_chain[batch.turn_segment()[turn]]
-    stride = int(turn_order.max(initial=0)) + 1
-    at = np.searchsorted(owners(links.offsets) * stride + number, chain * stride + turn_order[turn], side="right") - 1
-    claimed = at >= links.offsets[chain]
-    np.add.at(amount, at[claimed], batch.turn_reward[turn[claimed]])
-    return int(np.sum(~claimed))
-
-
-def value_moments(returns: NDArray[Any], values: NDArray[Any], mask: NDArray[np.bool_]) -> Floats:
-    """Count, then sum and sum of squares of returns and of errors, where ``mask``; float64 [5] that adds over ranks."""
-    target = np.asarray(returns, dtype=np.float64)[mask]
-    error = target - np.asarray(values, dtype=np.float64)[mask]
-    return np.array([len(target), target.sum(), np.square(target).sum(), error.sum(), np.square(error).sum()])
-
-
-def explained_variance(moments: NDArray[Any]) -> float:
-    """``1 - Var(returns - values) / Var(returns)``, from ``value_moments`` summed over ranks. 1 is a perfect critic, 0
-    one no better than the mean; 0 also when there is nothing to explain (no tokens, constant returns)."""
-    count, total, squares, error, error_squares = (float(x) for x in moments)
-    if count == 0:
-        return 0.0
-    spread = squares / count - (total / count) ** 2
-    if spread <= 1e-12 * squares / count:  # equal returns, up to rounding
-        return 0.0
-    return 1.0 - max(error_squares / count - (error / count) ** 2, 0.0) / spread

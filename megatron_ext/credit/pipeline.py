@@ -123,6 +123,11 @@ class Pipeline:
         """An edit asks for scores under the reference policy."""
         return any(edit.traits.reference for _, edit in self._edits)
 
+    @property
+    def reads_states(self) -> tuple[str, ...]:
+        """The edits that compare turns by their state key."""
+        return tuple(name for name, edit in self._edits if edit.traits.states)
+
     def requests(self, view: CreditView) -> dict[str, Sequence[ScoreRequest]]:
         """The scores each edit asks for, by edit name; see ``flat`` and ``by_edit``."""
         return {name: edit.requests(view) for name, edit in self._edits}

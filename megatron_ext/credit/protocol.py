@@ -101,7 +101,11 @@ class EditTraits:
     ``conserves`` names what is equal before and after (``conservation.CONSERVED`` says what each is), or nothing;
     ``own_signal`` edits keep constant groups from being filtered; ``sessions`` edits speak of sessions, so that cutting
     one in two changes what they say (cutting it into segments must not); ``reference`` edits ask for scores under the
-    reference policy, so that a run keeps one."""
+    reference policy, so that a run keeps one.
+
+    Of the record, and without which the edit does nothing of what it is for: ``labels`` names the turn labels that it
+    reads, ``prepared`` the ids that a harness makes ready, ``states`` whether it compares turns by their state key. A
+    configuration in which nothing writes them is refused (``config/needs.py``), a step without states by credit."""
 
     slot: Slot = Slot.ADVANTAGE
     scale: Scale = Scale.KEEPS
@@ -110,6 +114,9 @@ class EditTraits:
     own_signal: bool = False
     sessions: bool = False
     reference: bool = False
+    labels: frozenset[str] = frozenset()
+    prepared: frozenset[str] = frozenset()
+    states: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Reverse linear recurrence over ragged chains: what GAE, reward to go and discounted suffix sums have in common.
 
-Invariants (``tests/credit/test_gae.py`` asserts each):
+Invariants (``tests/credit/test_scan.py`` asserts each):
 
 1. ``y[i] = x[i] + a[i] y[i + 1]`` within a chain, started from ``carry`` behind its last element.
 2. A chain's result does not depend, in any bit, on the other chains of the call.
 3. Any coefficient in -1..1 is safe, 0 and 1 included, at any length: products may vanish but never grow.
+4. The block length changes nothing but the last digits of float64.
 
 Each chain is cut into blocks that are aligned to its end. All blocks advance together, one position at a time, as one
 vector; then the few block heads are linked; then every block takes up what came in from behind. The work is linear, and

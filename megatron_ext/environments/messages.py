@@ -82,7 +82,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Call:
-    """One of the blocking helpers: ``tasks``, ``tools``, ``demonstrate`` or ``corpus``."""
+    """One of the blocking helpers: ``tasks``, ``tools``, ``labels``, ``demonstrate`` or ``corpus``."""
 
     call_id: int
     environment: str

@@ -6,24 +6,19 @@ Invariants (``tests/environments/test_pool.py``):
 2. A call that outlasts the deadline costs its own episode (``DEADLINE``); the worker is killed and restarted, and its
    other episodes go on as if nothing had happened: they are rebuilt by replay, checked by state hash.
 3. A worker that dies costs the episode whose call it was running (``ERROR``), likewise.
-4. No call of the driver waits for an environment, except the four helpers that say so.
+4. No call of the driver waits for an environment, except the helpers that say so.
 5. Workers do not outlive the driver, also when it is killed.
 
-The deadline runs per call: it starts when the worker turns to the call (not when the call is queued), and building an
-environment or listing tasks has a longer one. A pool belongs to the thread that made it: the kernel ends the workers
-when that thread ends.
+``worker_handle.py`` is one worker as the pool sees it. A pool belongs to the thread that made it: the kernel ends the
+workers when that thread ends.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import signal
-import subprocess
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,29 +27,22 @@ from typing import Any
 
 from megatron_ext.environments.messages import (
     Call,
-    Counters,
     Demonstration,
     EnvReply,
-    Progress,
     Release,
-    Replies,
     Reply,
     ReplyKind,
     Request,
     Reset,
     Restore,
-    Setup,
     Step,
 )
 from megatron_ext.environments.protocol import Action, ToolSpec
-from megatron_ext.process import start_child
+from megatron_ext.environments.worker_handle import Answers, Deadlines, WorkerHandle
 from megatron_ext.trajectory.task import Task
 
 __all__ = ["Demonstration", "EnvReply", "EnvironmentFailed", "EnvironmentPool", "PoolError", "ReplyKind"]
 
-# Requests a worker gets at a time. One batch is under way at most: the driver writes only to workers that wait for it,
-# so that neither side can block on a full pipe while the other does too.
-_BATCH = 64
 _DEATHS_WITHOUT_CAUSE = 3
 _CLOSE_S = 1.0
 
@@ -78,20 +66,6 @@ class _Episode:
     state_hash: str = ""
     pending: Reset | Step | None = None
     failed: EnvReply | None = None
-
-
-@dataclass
-class _Process:
-    """One worker process and what is queued for it, under way and known of it."""
-
-    popen: subprocess.Popen[bytes]
-    connection: Connection
-    progress: Progress
-    queue: deque[Request | Release] = field(default_factory=deque)
-    under_way: deque[Request] = field(default_factory=deque)
-    answered: int = 0
-    seen: Counters = Counters()
-    changed_at: float = field(default_factory=time.monotonic)
 
 
 class EnvironmentPool:
@@ -121,7 +95,7 @@ class EnvironmentPool:
         if not environments:
             raise ValueError("pool: no environments configured; add one under environments.<name>")
         self._environments = {name: _plain(config) for name, config in environments.items()}
-        self._deadline_s, self._start_deadline_s = deadline_s, start_deadline_s
+        self._deadlines = Deadlines(deadline_s, start_deadline_s)
         self._log_dir = log_dir
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -133,7 +107,7 @@ class EnvironmentPool:
         self._causeless = 0
         self._restarts = 0
         self._closed = False
-        self._processes = [self._start(i) for i in range(workers)]
+        self._workers = [self._start(i) for i in range(workers)]
 
     # -- episodes, non-blocking ------------------------------------------------------------------------------------
     def reset(self, episode_id: str, task: Task) -> None:
@@ -145,7 +119,7 @@ class EnvironmentPool:
         self._load[worker] += 1
         request = Reset(episode_id, task.environment, task)
         self._episodes[episode_id] = _Episode(worker, task.environment, task, pending=request)
-        self._processes[worker].queue.append(request)
+        self._workers[worker].queue.append(request)
 
     def step(self, episode_id: str, action: Action) -> None:
         """Acts; the answer comes by ``poll``. One call of an episode at a time."""
@@ -159,7 +133,7 @@ class EnvironmentPool:
             return
         request = Step(episode_id, action)
         episode.pending = request
-        self._processes[episode.worker].queue.append(request)
+        self._workers[episode.worker].queue.append(request)
 
     def poll(self, timeout: float) -> list[EnvReply]:
         """Sends what is queued and returns the answers there are, waiting up to ``timeout`` seconds for the first."""
@@ -178,23 +152,18 @@ class EnvironmentPool:
         self._load[episode.worker] -= 1
         if self._ready:
             self._ready = [reply for reply in self._ready if reply.episode_id != episode_id]
-        self._processes[episode.worker].queue.append(Release(episode_id))
+        self._workers[episode.worker].queue.append(Release(episode_id))
 
     def close(self) -> None:
         """Ends the workers: those that wait close their environments, those that do not within a second are killed."""
         if self._closed:
             return
         self._closed = True
-        for process in self._processes:
-            process.connection.close()
+        for worker in self._workers:
+            worker.hang_up()
         patience = time.monotonic() + _CLOSE_S
-        for process in self._processes:
-            try:
-                process.popen.wait(max(0.0, patience - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.popen.kill()
-                process.popen.wait()
-            process.progress.close()
+        for worker in self._workers:
+            worker.reap(max(0.0, patience - time.monotonic()))
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -211,10 +180,10 @@ class EnvironmentPool:
 
     def handles(self) -> list[Connection]:
         """Connections that become readable when answers come, for ``multiprocessing.connection.wait`` beside others."""
-        return [process.connection for process in self._processes]
+        return [worker.connection for worker in self._workers]
 
     def worker_pids(self) -> list[int]:
-        return [process.popen.pid for process in self._processes]
+        return [worker.popen.pid for worker in self._workers]
 
     # -- helpers, blocking -----------------------------------------------------------------------------------------
     def tasks(self, environment: str, split: str, count: int, start: int = 0) -> list[Task]:
@@ -231,6 +200,11 @@ class EnvironmentPool:
         (found,) = self._call_all(environment, "tools", [{}])
         return list(found)
 
+    def labels(self, environment: str) -> list[str]:
+        """Names of the labels that the environment gives. Raises ``EnvironmentFailed``."""
+        (found,) = self._call_all(environment, "labels", [{}])
+        return list(found)
+
     def demonstrate(
         self, environment: str, tasks: Sequence[Task], *, mistake_rate: float, seed: int, max_turns: int
     ) -> list[Demonstration]:
@@ -238,7 +212,7 @@ class EnvironmentPool:
 
         Raises ``EnvironmentFailed``, also when the environment has no script.
         """
-        size = max(1, min(32, math.ceil(len(tasks) / len(self._processes))))
+        size = max(1, min(32, math.ceil(len(tasks) / len(self._workers))))
         how = {"mistake_rate": mistake_rate, "seed": seed, "max_turns": max_turns}
         met: Counter[str] = Counter()
         copies = []
@@ -262,7 +236,7 @@ class EnvironmentPool:
         for i, values in enumerate(arguments):
             calls.append(Call(self._next_call, environment, method, values))
             self._next_call += 1
-            self._processes[i % len(self._processes)].queue.append(calls[-1])
+            self._workers[i % len(self._workers)].queue.append(calls[-1])
         while not all(call.call_id in self._results for call in calls):
             self._pump(1.0)
         replies = [self._results.pop(call.call_id) for call in calls]
@@ -281,54 +255,33 @@ class EnvironmentPool:
         """Sends to idle workers, waits for the first answer or deadline, takes in what came."""
         if self._closed:
             raise PoolError("the pool is closed")
-        for index in range(len(self._processes)):
+        for index in range(len(self._workers)):
             self._send(index)
-        busy = [process for process in self._processes if process.under_way]
         now = time.monotonic()
-        if busy:
-            # A quarter of the limit bounds how late a change of the counters can be noticed.
-            timeout = min(timeout, *(min(p.changed_at + self._limit(p) - now, self._limit(p) / 4) for p in busy))
-        by_connection = {id(process.connection): i for i, process in enumerate(self._processes)}
-        for connection in wait([process.connection for process in self._processes], max(0.0, timeout)):
-            self._receive(by_connection[id(connection)])
-        for index in range(len(self._processes)):
+        timeout = min([timeout, *(worker.look_in_s(now) for worker in self._workers if worker.under_way)])
+        by_connection = {id(worker.connection): i for i, worker in enumerate(self._workers)}
+        for connection in wait([worker.connection for worker in self._workers], max(0.0, timeout)):
+            index = by_connection[id(connection)]
+            answers = self._workers[index].receive()
+            if answers is None:
+                self._recover(index, None)
+            else:
+                self._take(answers)
+        for index in range(len(self._workers)):
             self._send(index)
-            self._check_deadline(index)
-
-    def _limit(self, process: _Process) -> float:
-        return self._start_deadline_s if process.seen.starting else self._deadline_s
+            overrun = self._workers[index].overrun()
+            if overrun is not None:
+                self._recover(index, overrun)
 
     def _send(self, index: int) -> None:
-        process = self._processes[index]
-        if process.under_way or not process.queue:
-            return
-        batch: list[Request | Release] = []
-        answered = 0  # releases cost next to nothing and have no answer
-        while process.queue and answered < _BATCH:
-            batch.append(process.queue.popleft())
-            answered += not isinstance(batch[-1], Release)
-        process.under_way.extend(request for request in batch if not isinstance(request, Release))
-        process.changed_at = time.monotonic()
-        try:
-            process.connection.send(batch)
-        except (BrokenPipeError, ConnectionResetError):
+        if not self._workers[index].send():
             self._recover(index, None)
 
-    def _receive(self, index: int) -> None:
-        process = self._processes[index]
-        try:
-            replies: Replies = process.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self._recover(index, None)
-            return
-        self._take(process, replies)
-
-    def _take(self, process: _Process, replies: Replies) -> None:
-        process.changed_at = time.monotonic()
-        process.answered += len(replies)
-        self._causeless = 0
-        for reply in replies:
-            self._deliver(process.under_way.popleft(), reply)
+    def _take(self, answers: Answers) -> None:
+        if answers:
+            self._causeless = 0
+        for request, reply in answers:
+            self._deliver(request, reply)
 
     def _deliver(self, request: Request, reply: Reply) -> None:
         if isinstance(request, Call):
@@ -356,61 +309,30 @@ class EnvironmentPool:
             self._ready.append(episode.failed)
 
     # -- failure ---------------------------------------------------------------------------------------------------
-    def _check_deadline(self, index: int) -> None:
-        process = self._processes[index]
-        if not process.under_way:
-            return
-        now, counters = time.monotonic(), process.progress.read()
-        if counters != process.seen:
-            process.seen, process.changed_at = counters, now
-        elif now - process.changed_at > self._limit(process):
-            self._recover(index, self._limit(process))
-
     def _recover(self, index: int, overrun: float | None) -> None:
         """Replaces a worker that died, or hung for ``overrun`` seconds, and puts its episodes on the new one."""
-        process = self._processes[index]
-        if overrun is not None:
-            process.popen.send_signal(signal.SIGKILL)
-        process.popen.wait()
-        self._drain(process)
-        counters = process.progress.read()
-        left = list(process.under_way)
-        # Calls that were finished but whose answers died with the worker, and calls it never began, are done again.
-        culprit = left[counters.completed - process.answered] if counters.begun > counters.completed else None
-        code = process.popen.returncode
-        ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        if counters == Counters() and overrun is not None:
+        answers, ended = self._workers[index].end(kill=overrun is not None)
+        self._take(answers)
+        if not ended.began and overrun is not None:
             raise PoolError(f"environment worker {index} did not start in {overrun:g} s; {self._where_logged(index)}")
-        if culprit is None:
+        if ended.culprit is None:
             self._causeless += 1
             if self._causeless >= _DEATHS_WITHOUT_CAUSE:
-                raise PoolError(f"environment worker {index} keeps dying ({ended}); {self._where_logged(index)}")
-        process.connection.close()
-        process.progress.close()
-        queued = [request for request in (*left, *process.queue) if request is not culprit]
-        fresh = self._start(index)
-        self._processes[index] = fresh
+                raise PoolError(f"environment worker {index} keeps dying ({ended.how}); {self._where_logged(index)}")
+        fresh = self._workers[index] = self._start(index)
         self._restarts += 1
-        if culprit is not None:
+        if ended.culprit is not None:
             if overrun is not None:
-                self._blame(culprit, ReplyKind.DEADLINE, f"a call took longer than {overrun:g} s")
+                self._blame(ended.culprit, ReplyKind.DEADLINE, f"a call took longer than {overrun:g} s")
             else:
-                self._blame(culprit, ReplyKind.ERROR, f"its worker died ({ended}); {self._where_logged(index)}")
+                self._blame(
+                    ended.culprit, ReplyKind.ERROR, f"its worker died ({ended.how}); {self._where_logged(index)}"
+                )
         for episode_id, episode in self._episodes.items():
             if episode.worker == index and episode.failed is None and not isinstance(episode.pending, Reset):
                 actions = tuple(episode.actions)
                 fresh.queue.append(Restore(episode_id, episode.environment, episode.task, actions, episode.state_hash))
-        fresh.queue.extend(request for request in queued if self._still_wanted(request))
-
-    def _drain(self, process: _Process) -> None:
-        """Takes in what a dead worker had still sent."""
-        while True:
-            try:
-                if not process.connection.poll(0):
-                    return
-                self._take(process, process.connection.recv())
-            except (EOFError, OSError):
-                return  # the rest of the last message died with the worker
+        fresh.queue.extend(request for request in ended.left if self._still_wanted(request))
 
     def _blame(self, request: Request, kind: ReplyKind, error: str) -> None:
         if isinstance(request, Call):
@@ -427,25 +349,15 @@ class EnvironmentPool:
         episode = self._episodes.get(request.episode_id)
         return episode is not None and episode.pending is request
 
-    def _where_logged(self, index: int) -> str:
-        return "see its output" if self._log_dir is None else f"see {self._log_dir / f'env_worker_{index}.log'}"
+    def _start(self, index: int) -> WorkerHandle:
+        return WorkerHandle.start(self._environments, self._deadlines, self._log(index))
 
-    # -- processes -------------------------------------------------------------------------------------------------
-    def _start(self, index: int) -> _Process:
-        progress_fd = Progress.allocate()
-        progress = Progress(progress_fd)
-        progress.write(Counters())
-        log = None if self._log_dir is None else self._log_dir / f"env_worker_{index}.log"
-        try:
-            popen, connection = start_child(
-                "megatron_ext.environments.worker:main", str(progress_fd), log=log, pass_fds=(progress_fd,)
-            )
-        finally:
-            os.close(progress_fd)
-        process = _Process(popen, connection, progress)
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: the first receive finds out
-            process.connection.send(Setup(self._environments))
-        return process
+    def _log(self, index: int) -> Path | None:
+        return None if self._log_dir is None else self._log_dir / f"env_worker_{index}.log"
+
+    def _where_logged(self, index: int) -> str:
+        log = self._log(index)
+        return "see its output" if log is None else f"see {log}"
 
 
 def _plain(value: Any) -> Any:

@@ -37,6 +37,7 @@ from megatron_ext.environments.protocol import (
     Action,
     Demonstrator,
     Environment,
+    Labelling,
     Observation,
     Summarizer,
     check_labels,
@@ -151,6 +152,8 @@ class Worker:
         arguments = call.arguments
         if call.method == "tools":
             result: Any = list(environment.tools())
+        elif call.method == "labels":
+            result = list(environment.label_words()) if isinstance(environment, Labelling) else []
         elif call.method == "tasks":
             with self._slow():
                 result = list(environment.tasks(arguments["split"], arguments["count"], start=arguments["start"]))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megatron_ext.harness.template import ChatCodec
 
 ANSWER_PREFIX, ANSWER = "answer_prefix", "answer"
+PREPARED = frozenset({ANSWER_PREFIX, ANSWER})
 
 
 @dataclass(frozen=True)

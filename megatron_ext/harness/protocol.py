@@ -54,6 +54,11 @@ class Harness(Protocol):
     def summary_tokens(self) -> int | None:
         """Longest summary; None: as long as a turn may be."""
 
+    @property
+    def prepares(self) -> frozenset[str]:
+        """Names of the ids that it makes ready for scoring (the record's ``prepared``): those of ``answers.py`` where
+        ``answer_call`` gives one, else none."""
+
     def opening(
         self,
         task: Task,

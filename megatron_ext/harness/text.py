@@ -38,6 +38,10 @@ class TextHarness(Compressing):
     def harness_id(self) -> str:
         return "text"
 
+    @property
+    def prepares(self) -> frozenset[str]:
+        return frozenset()
+
     def opening(
         self,
         task: Task,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_ext.environments.protocol import Action, Observation, ToolCall, ToolSpec
-from megatron_ext.harness.answers import AnswerCall
+from megatron_ext.harness.answers import PREPARED, AnswerCall
 from megatron_ext.harness.compression import Compressing
 from megatron_ext.harness.fields import Run, thinking_and_text
 from megatron_ext.harness.protocol import HarnessError, Message, Parsed
@@ -53,6 +53,10 @@ class ToolHarness(Compressing):
     @property
     def harness_id(self) -> str:
         return "tools"
+
+    @property
+    def prepares(self) -> frozenset[str]:
+        return frozenset() if self.answer_tool is None else PREPARED
 
     def opening(
         self,

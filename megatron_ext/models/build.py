@@ -23,9 +23,11 @@ from megatron_ext.models import cpu_platform
 from megatron_ext.models.attention import PackedAttention
 from megatron_ext.models.backends import ResolvedBackend
 from megatron_ext.models.fresh import FreshReader
-from megatron_ext.models.hf_config import HFConfig, compare
+from megatron_ext.models.hf_compare import compare
+from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.models.hf_io import SafetensorsReader
-from megatron_ext.models.hf_map import Layout, check_divisible, load_tensors
+from megatron_ext.models.hf_map import Layout, check_divisible
+from megatron_ext.models.hf_weights import load_tensors
 from megatron_ext.models.norm import RMSNorm
 from megatron_ext.models.swiglu import SwiGLU
 from megatron_ext.models.wide_norm import WideKeyNorm, WideQueryNorm

@@ -1,7 +1,7 @@
-"""What a machine without CUDA lacks, in one module: an import hook for ``megatron.core`` and an allocator setting.
+"""What a machine without CUDA lacks, in one module: what stands in for CUDA, and an allocator setting.
 
-Megatron-Core names CUDA devices, streams and allocators in its source. The hook rewrites that source text while
-``megatron.core`` is imported; nothing of torch is patched.
+Megatron-Core names CUDA devices, streams and allocators in its source. That source text is rewritten while
+``megatron.core`` is imported (``rewritten_import.py``); nothing of torch is patched.
 
 Invariants (``tests/models/test_cpu_platform.py``):
 
@@ -9,37 +9,29 @@ Invariants (``tests/models/test_cpu_platform.py``):
 2. Every rewrite that repairs a specific line asserts that the line is there, the expected number of times; another
    version of Megatron-Core is refused by name. A repair can never silently stop applying.
 3. After rewriting no use of ``torch.cuda`` is left in the modules that are rewritten (imports excepted).
-4. Compiled code is cached under the user's cache directory, keyed by the content of the source, of this module and of
-   the interpreter; files appear by rename, so concurrent processes see a whole file or none.
-5. ``install`` is idempotent and refuses to run after ``megatron.core`` was imported without it.
+4. ``install`` is idempotent and refuses to run after ``megatron.core`` was imported without it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
-import importlib.abc
-import importlib.machinery
 import importlib.metadata
-import importlib.util
 import logging
-import marshal
-import os
 import platform
 import re
 import sys
-import tempfile
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_ext.models.rewritten_import import BytecodeCache, RewritingFinder
 
 MEGATRON_VERSION = "0.19.2"
 _PACKAGE = "megatron.core"
@@ -270,89 +262,7 @@ def rewrite(name: str, source: str) -> str:
     return source
 
 
-# ------------------------------------------------------------------------------------------------- import machinery
-
-
-class BytecodeCache:
-    """Code objects on disk, one file a (module content, rewriting rules, interpreter). Safe under concurrency.
-
-    A file that cannot be read or that fails its checksum is compiled anew; a directory that cannot be written costs
-    compilation time only, and says so once.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._salt = hashlib.sha256(
-            Path(__file__).read_bytes() + str(sys.implementation.cache_tag).encode() + sys.version.encode()
-        ).digest()
-        self._warned = False
-
-    def path(self, name: str, source: bytes) -> Path:
-        key = hashlib.sha256(self._salt + name.encode() + b"\0" + source).hexdigest()[:32]
-        return self.root / f"{name}-{key}.bin"
-
-    def load(self, name: str, source: bytes) -> types.CodeType | None:
-        try:
-            payload = self.path(name, source).read_bytes()
-        except OSError:
-            return None
-        digest, body = payload[:32], payload[32:]
-        if hashlib.sha256(body).digest() != digest:
-            return None
-        code = marshal.loads(body)
-        return code if isinstance(code, types.CodeType) else None
-
-    def save(self, name: str, source: bytes, code: types.CodeType) -> None:
-        body = marshal.dumps(code)
-        target = self.path(name, source)
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            fd, temporary = tempfile.mkstemp(dir=self.root, prefix=f"{target.name}.")
-            with os.fdopen(fd, "wb") as f:
-                f.write(hashlib.sha256(body).digest() + body)
-            Path(temporary).replace(target)
-        except OSError as error:
-            if not self._warned:
-                warnings.warn(f"bytecode cache {self.root} is not writable ({error}); imports stay slow", stacklevel=2)
-                self._warned = True
-
-
-class RewritingLoader(SourceFileLoader):
-    """Loads one ``megatron.core`` module from its rewritten source."""
-
-    def __init__(self, name: str, path: str, cache: BytecodeCache) -> None:
-        super().__init__(name, path)
-        self._cache = cache
-
-    def get_code(self, fullname: str) -> types.CodeType:
-        source = self.get_data(self.path)
-        code = self._cache.load(fullname, source)
-        if code is None:
-            text = rewrite(fullname, importlib.util.decode_source(source))
-            code = compile(text, self.path, "exec", dont_inherit=True)
-            self._cache.save(fullname, source, code)
-        return code
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        setattr(module, _ALIAS, sys.modules[__name__])
-        super().exec_module(module)
-
-
-class RewritingFinder(importlib.abc.MetaPathFinder):
-    """Finds ``megatron.core`` and everything below it."""
-
-    def __init__(self, cache: BytecodeCache) -> None:
-        self._cache = cache
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _PACKAGE and not fullname.startswith(f"{_PACKAGE}."):
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = RewritingLoader(fullname, spec.loader.path, self._cache)
-        return spec
+# -------------------------------------------------------------------------------------------------------- installing
 
 
 def cache_root() -> Path:
@@ -368,7 +278,7 @@ def install(cuda_available: Callable[[], bool] = torch.cuda.is_available, cache:
     """
     if cuda_available():
         return False
-    if any(isinstance(finder, RewritingFinder) for finder in sys.meta_path):
+    if any(isinstance(finder, RewritingFinder) and finder.package == _PACKAGE for finder in sys.meta_path):
         return True
     if _PACKAGE in sys.modules:
         raise CpuPlatformError(
@@ -382,7 +292,9 @@ def install(cuda_available: Callable[[], bool] = torch.cuda.is_available, cache:
         raise CpuPlatformError(
             f"megatron-core {version} is installed, the CPU platform was written for {MEGATRON_VERSION}: install that"
         )
-    sys.meta_path.insert(0, RewritingFinder(BytecodeCache(cache_root() if cache is None else cache)))
+    rules = Path(__file__).read_bytes()  # other rules, other code
+    kept = BytecodeCache(cache_root() if cache is None else cache, salt=rules)
+    sys.meta_path.insert(0, RewritingFinder(_PACKAGE, rewrite, {_ALIAS: sys.modules[__name__]}, kept))
     return True
 
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.models.hf_map import hf_shapes
+from megatron_ext.models.hf_tensors import hf_shapes
 
 _EMBEDDING = "model.embed_tokens.weight"
 

@@ -22,8 +22,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_ext.models.hf_config import HFConfig, differences, load_hf_config
-from megatron_ext.models.hf_map import WeightError, hf_shapes, is_next_token_module
+from megatron_ext.models.hf_compare import differences
+from megatron_ext.models.hf_config import HFConfig, load_hf_config
+from megatron_ext.models.hf_tensors import WeightError, hf_shapes, is_next_token_module
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -40,7 +41,7 @@ _TOKENIZER_FILES = (
 
 
 class SafetensorsReader:
-    """Lazy reader of ``model.safetensors``, or of the shards an index names. Implements ``hf_map.TensorReader``."""
+    """Lazy reader of ``model.safetensors``, or of the shards an index names. Implements ``hf_weights.TensorReader``."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

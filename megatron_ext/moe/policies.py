@@ -70,6 +70,10 @@ class TrainedRouter:
         if not 0 <= self.bias_update_rate < float("inf"):
             raise ValueError(f"bias_update_rate={self.bias_update_rate}: must be finite and at least 0")
 
+    @property
+    def reads_labels(self) -> frozenset[str]:
+        return frozenset()
+
     def config_overrides(self) -> dict[str, Any]:
         return {"moe_z_loss_coeff": None, "moe_router_bias_update_rate": self.bias_update_rate}
 
@@ -98,6 +102,10 @@ class FrozenRouter:
 
     in_warm_start: bool = False
     _before: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def reads_labels(self) -> frozenset[str]:
+        return frozenset()
 
     def config_overrides(self) -> dict[str, Any]:
         return {

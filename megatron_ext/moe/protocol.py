@@ -14,7 +14,11 @@ class RouterPolicy(Protocol):
 
     ``config_overrides`` are fields of Megatron's ``TransformerConfig`` that the policy fixes (auxiliary losses, expert
     bias updates); ``apply`` may set ``requires_grad``; ``check`` asserts after each optimizer step what was promised.
+    ``reads_labels`` names the turn labels of the record without which the policy's losses do nothing.
     """
+
+    @property
+    def reads_labels(self) -> frozenset[str]: ...
 
     def config_overrides(self) -> dict[str, Any]: ...
 

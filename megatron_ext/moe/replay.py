@@ -100,6 +100,11 @@ class Replay:
                         f"routing replay: micro-batch {run.number} asked layer {layer} for experts {len(calls)} times "
                         f"(gradients on: {calls}); expected once, and once more where activations are recomputed"
                     )
+                if any((run.number, layer, call + 1) not in self.due for call in range(len(calls))):
+                    raise ReplayError(
+                        f"routing replay: micro-batch {run.number}, layer {layer}: nobody counted which of the "
+                        "recorded experts its router used"
+                    )
         keys = list(self.used)
         found = torch.stack([self.used[key] for key in keys]).tolist() if keys else []
         for key, used in zip(keys, found, strict=True):

@@ -11,8 +11,7 @@ Invariants (``tests/moe/test_replay_tokens.py``):
    context-parallel share; padding replays nothing.
 2. A due token without a recording is an error that names trajectory and position, or it runs as the router chooses and
    is counted: which is the caller's word.
-3. Rows that share a token replay the first recording among them; where another row recorded something else, it is
-   counted.
+3. Rows share a token only where they recorded the same experts for it.
 4. The record's layers are the model's MoE layers in order, its experts exist and differ within a token; a record that
    does not fit the model is an error before anything runs.
 5. Recorded ids keep the record's integer type up to the router.
@@ -88,24 +87,21 @@ class ReplayRule:
 @dataclass(frozen=True)
 class ReplayCounts:
     """Tokens of forwards, over the whole replica: ``tokens`` run, ``replayed`` of them with recorded experts, ``due``
-    ones, ``missing`` (due, and not recorded), ``conflicts`` (places of shared tokens that recorded other experts than
-    were replayed). Counts add."""
+    ones, ``missing`` (due, and not recorded). Counts add."""
 
     tokens: int = 0
     replayed: int = 0
     due: int = 0
     missing: int = 0
-    conflicts: int = 0
 
     def __add__(self, other: ReplayCounts) -> ReplayCounts:
         return ReplayCounts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     def metrics(self) -> dict[str, float]:
-        """``moe/replayed_share``, ``moe/replay_missing`` (share of the due) and ``moe/replay_conflicts`` (count)."""
+        """``moe/replayed_share`` and ``moe/replay_missing`` (share of the due)."""
         return {
             "moe/replayed_share": self.replayed / max(self.tokens, 1),
             "moe/replay_missing": self.missing / max(self.due, 1),
-            "moe/replay_conflicts": float(self.conflicts),
         }
 
 
@@ -165,23 +161,17 @@ def replay_tokens(
     valid = np.zeros(len(token), dtype=bool)
     valid[known] = recorded[token[known]]
     due = due & known
-    conflicts = 0
     if flat is None:
         due_run, valid_run, ran = due, valid, int(known.sum())
     else:
-        # Rows share what they replay: the place that ``run`` names gives it for all of them.
+        # A token that several rows share is due where it is due in one; they recorded the same.
         due_run = np.zeros(len(run), dtype=bool)
         due_run[flat[due]] = True
         valid_run, ran = valid[run], len(run)
-        chosen = run[flat]
-        other = np.flatnonzero(valid & (chosen != np.arange(len(token))))
-        if len(other):
-            mine, theirs = (np.sort(routed[token[at]], axis=-1) for at in (other, chosen[other]))
-            conflicts = int((mine != theirs).any(axis=(1, 2)).sum())
     missing = due_run & ~valid_run
     if missing.any() and rule.on_missing is OnMissing.ERROR:
         raise ReplayError(_missing_line(batch, token[run[missing] if flat is not None else np.flatnonzero(missing)]))
-    counts = ReplayCounts(ran, int(valid_run.sum()), int(due_run.sum()), int(missing.sum()), conflicts)
+    counts = ReplayCounts(ran, int(valid_run.sum()), int(due_run.sum()), int(missing.sum()))
 
     real = run >= 0
     mine = np.zeros(len(run), dtype=bool)

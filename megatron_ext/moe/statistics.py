@@ -1,14 +1,15 @@
 """What routing losses know of a batch: which tokens make which turn, and what the routers thought of them all.
 
-A *unit* is the sampled tokens of one field (thinking, tool use) of one labelled turn; its *cell* is the pair (field,
+A *unit* is the trained tokens of one field (thinking, tool use) of one labelled turn; its *cell* is the pair (field,
 operation). A unit's mean is a sum over its tokens, each with the share ``1 / tokens of the unit``, so that sums over
 ranks, micro-batches and pieces of a turn are the sums over whole turns.
 
 Invariants (``tests/moe/test_statistics.py``):
 
 1. A unit's shares add up to 1; prompts, observations, unlabelled turns and other fields have no cell.
-2. A pair is a sampled token and the one before it in the same turn and field.
-3. Statistics are those of the whole batch, however it is cut.
+2. A pair is a trained token and the trained one before it in the same turn and field.
+3. What the policy loss leaves out (mask or weight 0, a trajectory that its environment broke) is left out of all this.
+4. Statistics are those of the whole batch, however it is cut.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_ext.credit import levels
 from megatron_ext.moe.routing_losses import direction, linearised, mutual_information
 from megatron_ext.trajectory.record import Field, TrajectoryBatch
 
@@ -27,11 +29,12 @@ from megatron_ext.trajectory.record import Field, TrajectoryBatch
 @dataclass(frozen=True, eq=False)
 class TokenStructure:
     """Per token of a batch: ``cell`` int64 [T], ``field * operations + operation`` or -1; ``share`` float64 [T], 0
-    without a cell; ``pair`` bool [T], whether it and the token before it are a pair."""
+    without a cell; ``pair`` bool [T], whether it and the token before it are a pair; ``trained`` bool [T]."""
 
     cell: NDArray[np.int64]
     share: NDArray[np.float64]
     pair: NDArray[np.bool_]
+    trained: NDArray[np.bool_]
     fields: int
     operations: int
 
@@ -54,7 +57,8 @@ def token_structure(batch: TrajectoryBatch, fields: Sequence[Field], label: str,
     size = batch.num_tokens
     if size == 0:
         nothing = np.zeros(0, dtype=np.int64)
-        return TokenStructure(nothing, nothing.astype(np.float64), nothing.astype(bool), len(fields), operations)
+        none = nothing.astype(bool)
+        return TokenStructure(nothing, nothing.astype(np.float64), none, none, len(fields), operations)
     operation = np.asarray(batch.turn_labels.get(label, np.full(batch.num_turns, -1)), dtype=np.int64)
     if operation.max(initial=-1) >= operations:
         raise ValueError(
@@ -62,26 +66,32 @@ def token_structure(batch: TrajectoryBatch, fields: Sequence[Field], label: str,
             f"0 to {operations - 1}; raise it"
         )
     turn = batch.turn.astype(np.int64)
-    sampled = batch.loss_mask & (turn >= 0)
+    trained = trained_tokens(batch)
     number = np.full(len(Field), -1, dtype=np.int64)
     number[[int(field) for field in fields]] = np.arange(len(fields))
     which = number[batch.field]
-    of_turn = np.where(sampled, operation[np.maximum(turn, 0)], -1)
+    of_turn = np.where(trained & (turn >= 0), operation[np.maximum(turn, 0)], -1)
     inside = (which >= 0) & (of_turn >= 0)
     cell = np.where(inside, which * operations + of_turn, -1)
     unit = turn * len(fields) + which
     tokens_of = np.bincount(unit[inside], minlength=1)
     share = np.zeros(size)
     share[inside] = 1.0 / tokens_of[unit[inside]]
-    return TokenStructure(cell, share, pairs(batch), len(fields), operations)
+    return TokenStructure(cell, share, pairs(batch), trained, len(fields), operations)
+
+
+def trained_tokens(batch: TrajectoryBatch) -> NDArray[np.bool_]:
+    """bool [T]: tokens that the policy loss trains."""
+    found: NDArray[np.bool_] = levels.trained_tokens(batch) & (batch.weight > 0)
+    return found
 
 
 def pairs(batch: TrajectoryBatch) -> NDArray[np.bool_]:
-    """bool [T]: sampled tokens behind a sampled token of the same turn and field."""
-    sampled = batch.loss_mask & (batch.turn >= 0)
+    """bool [T]: trained tokens behind a trained token of the same turn and field."""
+    trained = trained_tokens(batch) & (batch.turn >= 0)
     found = np.zeros(batch.num_tokens, dtype=bool)
     same = (batch.turn[1:] == batch.turn[:-1]) & (batch.field[1:] == batch.field[:-1])
-    found[1:] = sampled[1:] & sampled[:-1] & same
+    found[1:] = trained[1:] & trained[:-1] & same
     return found
 
 

@@ -89,6 +89,10 @@ class StructuredRouter(TrainedRouter):
         _ = self.gate
 
     @property
+    def reads_labels(self) -> frozenset[str]:
+        return frozenset({self.label} if self.mutual_information > 0 else ())
+
+    @property
     def gate(self) -> EntropyGate:
         return EntropyGate(self.entropy_low, self.entropy_high)
 

@@ -12,6 +12,7 @@ Invariants (``tests/moe/test_tap.py``):
    what follows is filler that Megatron needs.
 3. Nothing is kept outside the instance: two models, and two taps of one model after another, do not see each other.
 4. With nobody listening or selecting, routers compute as if there were no tap.
+5. After ``drop_graphs`` no layer keeps a graph of its last forward: a model that nobody names any more is freed.
 """
 
 from __future__ import annotations
@@ -152,6 +153,20 @@ class RouterTap:
             for site in self._sites:
                 site.router.router_replay = None
             self._off()
+
+    def drop_graphs(self) -> None:
+        """Ends what Megatron's token dispatchers keep of the last forward, to be called behind a backward pass.
+
+        They keep the routing weights with their graph. It ends in the parameters' gradient accumulators, which hold
+        the hooks of Megatron's data-parallel wrapper and with them the model: a circle through C++, which Python's
+        collector does not see. The model, and the process groups that it names, would never be freed. (Megatron's
+        distributed optimizer keeps such graphs of its own, as views of fp32 parameters.)
+        """
+        for site in self._sites:
+            dispatcher = site.layer.mlp.token_dispatcher
+            for name, value in list(vars(dispatcher).items()):
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(dispatcher, name, None)
 
     # -- one layer -------------------------------------------------------------------------------------------------
     def _on(self) -> None:

@@ -9,6 +9,8 @@ Invariants (``tests/rewards/test_compose.py`` asserts each):
 4. A missing part is NaN in ``parts``, is not in ``total``, keeps its labels and is named with why: it is neither 0 nor
    an error. A part that is broken beside it still makes the result invalid.
 5. A slow part is begun without waiting, and is missing when its time is over.
+6. A label is written by one part alone, which has declared it: two that declare it are refused, and one that was not
+   declared makes the result invalid.
 """
 
 from __future__ import annotations
@@ -24,8 +26,7 @@ from numbers import Real
 from typing import Any
 
 from megatron_ext.config.instantiate import instantiate, ordered
-from megatron_ext.rewards.judge_reward import JudgeReward
-from megatron_ext.rewards.protocol import Episode, Reward, RewardValue, SlowReward
+from megatron_ext.rewards.protocol import Episode, Reward, RewardValue, SlowReward, written_labels
 
 PLUG_KEYS = ("order", "weight", "cap")
 GRACE_S = 5.0
@@ -76,13 +77,15 @@ class RewardSet:
                 raise ValueError(f"rewards.{part.name}.weight must be finite, got {part.weight}")
             if not part.cap > 0:
                 raise ValueError(f"rewards.{part.name}.cap must be > 0, got {part.cap}")
-        labelling = {part.name: part.reward.label for part in parts if isinstance(part.reward, JudgeReward)}
-        for name, label in labelling.items():
-            other = next((n for n, found in labelling.items() if found == label and n != name), None)
-            if other is not None:
-                raise ValueError(
-                    f"rewards.{name} and rewards.{other} both label turns as {label!r}; rename one's label"
-                )
+        writer: dict[str, str] = {}
+        for part in parts:
+            for label in sorted(written_labels(part.reward)):
+                if label in writer:
+                    raise ValueError(
+                        f"rewards.{writer[label]} and rewards.{part.name} both label turns as {label!r}; rename one's "
+                        "label"
+                    )
+                writer[label] = part.name
         self.parts = tuple(parts)
 
     @staticmethod
@@ -158,7 +161,7 @@ class Grading:
         counts: dict[str, float] = {}
         for part, future in self._started:
             value, problem = _evaluate(part, future, self._deadline_s)
-            problem = problem or _label_problem(value, labels, len(episode.steps))
+            problem = problem or _label_problem(value, written_labels(part.reward), len(episode.steps))
             parts[part.name] = math.nan
             if problem:
                 problems.append(f"reward {part.name!r} of task {episode.task.task_id!r} {problem}")
@@ -215,10 +218,10 @@ def _evaluate(part: RewardPart, answer: Future[RewardValue], deadline_s: float) 
     return replace(given, value=number), ""
 
 
-def _label_problem(value: RewardValue, taken: Mapping[str, Sequence[int]], steps: int) -> str:
+def _label_problem(value: RewardValue, declared: frozenset[str], steps: int) -> str:
     for name, numbers in value.labels.items():
-        if name in taken:
-            return f"labels turns as {name!r}, which another part does too"
+        if name not in declared:
+            return f"labels turns as {name!r}, which is not among its written_labels"
         if len(numbers) != steps:
             return f"gives {len(numbers)} labels {name!r} for {steps} steps"
         bad = next((n for n in numbers if not isinstance(n, int) or isinstance(n, bool) or not -1 <= n < 2**15), None)

@@ -95,6 +95,10 @@ class JudgeReward:
                 raise ValueError(f"values: {name} needs a finite number, got {value!r}")
 
     @property
+    def written_labels(self) -> frozenset[str]:
+        return frozenset({self.label})
+
+    @property
     def deadline_s(self) -> float:
         return self._judge.deadline_s if isinstance(self._judge, SlowJudge) else 0.0
 

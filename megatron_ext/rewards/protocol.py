@@ -55,7 +55,8 @@ class RewardValue:
     Attributes:
         value: the part's value before its weight; not read when ``missing``.
         labels: name -> one whole number for each of ``episode.steps``, -1 where a step has none; they become the
-            record's ``turn_labels``. Labels of a missing part are kept.
+            record's ``turn_labels``. Labels of a missing part are kept. The part declares their names
+            (``LabellingReward``).
         missing: the part has no value for this episode.
         why: why it is missing, in one line.
         counts: metric name -> what this episode adds to it (``judge/calls``).
@@ -72,6 +73,22 @@ class Reward(Protocol):
     """One part. Deterministic; a value that is not finite marks the trajectory REWARD_INVALID (masked and counted)."""
 
     def __call__(self, episode: Episode) -> float | RewardValue: ...
+
+
+@runtime_checkable
+class LabellingReward(Protocol):
+    """A part that labels turns, and says so before any episode is played."""
+
+    @property
+    def written_labels(self) -> frozenset[str]:
+        """Names of the labels that its answers may hold; an answer with another one is broken."""
+
+    def __call__(self, episode: Episode) -> float | RewardValue: ...
+
+
+def written_labels(reward: Reward) -> frozenset[str]:
+    """Names of the turn labels that a part writes."""
+    return reward.written_labels if isinstance(reward, LabellingReward) else frozenset()
 
 
 @runtime_checkable

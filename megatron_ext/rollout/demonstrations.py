@@ -20,7 +20,8 @@ from megatron_ext.rewards.outcome import Success
 from megatron_ext.rollout.engine import FinishReason, GenerateRequest, GenerateResult
 from megatron_ext.rollout.episode import EpisodeLimits, EpisodeRun, Sampling
 from megatron_ext.trajectory.builder import FinishedTrajectory, build_group
-from megatron_ext.trajectory.record import TrajectoryBatch, concat
+from megatron_ext.trajectory.joining import concat
+from megatron_ext.trajectory.record import TrajectoryBatch
 
 SOLVED = RewardSet([RewardPart("success", Success())])
 

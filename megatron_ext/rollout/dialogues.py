@@ -9,7 +9,7 @@ compressed:
     session 3  SUBAGENT of 2        its own opening, turns, its report
                (what session 3 returned is a message of session 2, which goes on)
 
-Invariants (``tests/rollout/test_dialogues.py``):
+Invariants (``tests/rollout/test_dialogues.py``, ``test_dialogue_summaries.py``, ``test_dialogue_limits.py``):
 
 1. A session begins with its opening or with the ids that it repeats; what is repeated is context (mask 0, turn -1), and
    every model token is in one turn of one session.

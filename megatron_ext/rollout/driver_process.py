@@ -68,6 +68,10 @@ class DriverProcess:
     def tools(self, environment: str, timeout: float = 120.0) -> list[ToolSpec]:
         return self._call("tools", environment, timeout)
 
+    def labels(self, environment: str, timeout: float = 120.0) -> list[str]:
+        """Names of the turn labels that the environment gives."""
+        return self._call("labels", environment, timeout)
+
     def corpus(self, environment: str, split: str, count: int, timeout: float = 600.0) -> list[str]:
         return self._call("corpus", (environment, split, count), timeout)
 
@@ -189,6 +193,8 @@ def _loop(conn: Connection, spec: DriverSpec) -> None:
                     value = list(pool.tasks(*payload))
                 elif name == "tools":
                     value = list(pool.tools(payload))
+                elif name == "labels":
+                    value = pool.labels(payload)
                 elif name == "corpus":
                     value = list(pool.corpus(*payload))
                 elif name == "demonstrate":

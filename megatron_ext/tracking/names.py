@@ -196,7 +196,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/pulled_fraction", SHARE, "adjacent tokens that are pulled together"),
     Metric("moe/replayed_share", SHARE, "tokens of the update's forward that ran the experts recorded in rollout"),
     Metric("moe/replay_missing", SHARE, "tokens that needed recorded experts and had none (routers chose)", LOWER),
-    Metric("moe/replay_conflicts", COUNT, "places of shared tokens that recorded other experts than were run", LOWER),
     Metric(
         "moe/layer/<layer>/load_cv", "ratio", "coefficient of variation of the tokens per expert of one layer", LOWER
     ),

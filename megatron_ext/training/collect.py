@@ -13,6 +13,7 @@ Invariants (``tests/training/test_collect.py``):
 5. A resumed step draws no more than the same step without the interruption: what is under way again is waited for.
    After ``play_again`` it also plays no more, so that every group is sampled by the weights of the step it belongs to.
 6. Every group to train is at home on exactly one data-parallel rank, whole; token arrays pass through no other.
+7. A step in which the reward of every trajectory is broken is an error that says how.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from megatron_ext.rollout.episode import Sampling
 from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.rollout.journal import JournaledCoordinator
 from megatron_ext.rollout.task_source import TaskSource
-from megatron_ext.trajectory.record import TrajectoryBatch, concat, select_groups
+from megatron_ext.trajectory.joining import concat, select_groups
+from megatron_ext.trajectory.record import Status, TrajectoryBatch
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 
 DRIVER = "driver-0"
@@ -145,11 +147,25 @@ class Collector:
             offer = Offer(tuple(metas), draws_so_far=drawn, in_flight=drawn - len(metas))
             agreement = offer.agree(self._config, self._own_signal, ranks=1)
             if agreement.missing == 0 or agreement.exhausted:
+                if not agreement.train:
+                    self._refuse_broken_rewards(metas)
                 return offer
             if agreement.draw:
                 self._draw(agreement.draw)
             self._order()
             self._wait()
+
+    def _refuse_broken_rewards(self, metas: Sequence[GroupMeta]) -> None:
+        """A reward part that fails on every trajectory of a step is no accident: nothing would ever be trained."""
+        if not metas or any(status != Status.REWARD_INVALID for meta in metas for status in meta.status):
+            return
+        said = [
+            problem for meta in metas if meta.group_id in self._done for problem in self._done[meta.group_id].problems
+        ]
+        raise DriverError(
+            f"no trajectory of the step's {len(metas)} groups has a valid reward: "
+            f"{said[0] if said else 'see the log of the rollout driver'}"
+        )
 
     def reports(self, groups: Sequence[GroupMeta]) -> list[GroupDone]:
         """The driver's reports of these groups, once."""

@@ -6,6 +6,7 @@ Invariants (``tests/training/test_credit_step.py``, ``tests/integration/test_edi
 2. All edits' requests are one plan: what two of them ask is run once.
 3. What fails on one rank alone fails on all of them, with that rank's message: no rank waits for one that has given up.
 4. Nothing is asked and nothing is run when no edit asks.
+5. A step of which no turn has a state key is refused where an edit compares states, before anything is trained on it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.credit.pipeline import Pipeline, Reduction, by_edit, combine, flat, open_view
-from megatron_ext.credit.protocol import CreditError, Stat
+from megatron_ext.credit.protocol import CreditError, CreditView, Stat
 from megatron_ext.credit.score_plan import CURRENT, ScorePlan, ScoreWeights, plan_scores
 from megatron_ext.credit.scoring import ScoreReply
 from megatron_ext.training.ranks import Gather, alone
@@ -102,7 +103,13 @@ def assign_credit(
         requests = pipeline.requests(view)
         asked = flat(requests)
         plan = plan_scores(asked, batch, weights) if asked else None
-        counts = np.sum(gather((len(asked), plan.asked_tokens, plan.num_tokens) if plan else (0, 0, 0)), axis=0)
+        own = (len(asked), plan.asked_tokens, plan.num_tokens) if plan else (0, 0, 0)
+        *counts, turns, keyed = np.sum(gather((*own, *keyed_turns(view))), axis=0).tolist()
+        if turns and not keyed and pipeline.reads_states:
+            raise CreditError(
+                f"credit.edits.{', '.join(pipeline.reads_states)}: compares turns by their state, and none of the "
+                f"step's {turns} turns has one; set tasks.environment to an environment whose state_hash() is not empty"
+            )
         metrics: dict[str, float] = {}
         replies: Sequence[ScoreReply] = ()
         if counts[0]:  # of all ranks: the forwards are collective
@@ -114,6 +121,13 @@ def assign_credit(
         return view.advantage, metrics
 
     return together(work, gather)
+
+
+def keyed_turns(view: CreditView) -> tuple[int, int]:
+    """Model turns of this rank's trainable trajectories, and how many of them have a state key."""
+    turns = view.turns
+    keys = turns.pick(view.batch.turn_state_key)[turns.trainable]
+    return len(keys), int(np.count_nonzero(keys))
 
 
 SCORING_METRICS = ("scoring/requests", "scoring/asked_tokens", "scoring/forward_tokens")

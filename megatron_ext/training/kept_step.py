@@ -31,7 +31,8 @@ from megatron_ext.config.schema import SamplesConfig
 from megatron_ext.rollout.events import Consumed, Event, Finished, GroupMeta, Opened
 from megatron_ext.rollout.journal import read as read_journal
 from megatron_ext.trajectory.columns import Groups, from_arrow, to_arrow
-from megatron_ext.trajectory.record import RecordError, TrajectoryBatch, concat, select_groups
+from megatron_ext.trajectory.joining import concat, select_groups
+from megatron_ext.trajectory.record import RecordError, TrajectoryBatch
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 
 FOLDER = "samples"

@@ -12,7 +12,6 @@ Invariants (``tests/training/test_link.py``):
 3. What rank 0 tells arrives on every rank, in the order told.
 4. A wait for several ranks has a deadline, and names those that did not come. A wait for rank 0 ends with its last sign
    of life: whatever rank 0 waits for has a deadline of its own.
-5. A connection is authenticated before the first message is unpickled.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import struct
 import sys
 import threading
 import time
@@ -29,12 +27,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 _TICK_S = 0.25
-_GREETING_S = 30
 
 
 class RankLost(Exception):
@@ -81,69 +77,12 @@ class _Peer:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
 
-def listen(host: str) -> socket.socket:
-    """A listening socket on a free port, of the family under which ``host`` is known."""
-    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server(("", 0), family=family, backlog=1024)
-
-
 def own_name() -> str:
     return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
-def welcome(server: socket.socket, size: int, key: bytes, timing: Timing) -> dict[int, tuple[Connection, str]]:
-    """Rank 0's half of the greeting: connection and name of every other rank. ``RankLost`` names who is missing."""
-    found: dict[int, tuple[Connection, str]] = {}
-    deadline = time.monotonic() + timing.meet_s
-    while len(found) < size - 1:
-        server.settimeout(max(deadline - time.monotonic(), 0.01))
-        try:
-            peer, _ = server.accept()
-        except TimeoutError:
-            missing = sorted(set(range(1, size)) - found.keys())
-            raise RankLost(f"{_ranks(missing)} of {size} did not join within {timing.meet_s:g} s") from None
-        connection = _connection(peer)
-        try:
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
-            rank, name = connection.recv()
-            connection.send(own_name())
-        except (AuthenticationError, OSError, EOFError):
-            connection.close()  # no rank of this job
-            continue
-        _without_deadline(connection)
-        found[rank] = (connection, name)
-    return found
-
-
-def join(host: str, port: int, rank: int, key: bytes, timing: Timing) -> tuple[Connection, str]:
-    """Another rank's half: the connection to rank 0 and its name."""
-    try:
-        connection = _connection(socket.create_connection((host, port), timeout=timing.silence_s))
-        answer_challenge(connection, key)
-        deliver_challenge(connection, key)
-        connection.send((rank, own_name()))
-        name = str(connection.recv())
-        _without_deadline(connection)
-        return connection, name
-    except (AuthenticationError, OSError, EOFError) as error:
-        raise RankLost(f"rank {rank} cannot reach rank 0 at {host}:{port} ({error})") from error
-
-
-def _connection(peer: socket.socket) -> Connection:
-    """A connection whose reads have a deadline until the greeting is over: whoever called may be no rank."""
-    peer.settimeout(None)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _GREETING_S, 0))
-    return Connection(peer.detach())
-
-
-def _without_deadline(connection: Connection) -> None:
-    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-
-
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: list[int]) -> str:
+    """As in "rank 3" and "ranks 1, 3"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -212,10 +151,8 @@ class Link:
                 if not missing:
                     return [value, *(self._given[number].popleft() for number in sorted(self._given))]
                 if time.monotonic() > deadline:
-                    first = self._describe(missing[0])
-                    raise RankLost(
-                        f"{_ranks(missing)} of {self.size} did not {what} within {self._timing.meet_s:g} s ({first})"
-                    )
+                    late, first = f"{ranks_text(missing)} of {self.size}", self._describe(missing[0])
+                    raise RankLost(f"{late} did not {what} within {self._timing.meet_s:g} s ({first})")
                 self._changed.wait(_TICK_S)
 
     def meet(self, what: str) -> None:
@@ -275,7 +212,7 @@ class Link:
                 if not missing:
                     return
                 if time.monotonic() > deadline:
-                    raise RankLost(f"{_ranks(missing)} of {self.size} did not end within {self._timing.meet_s:g} s")
+                    raise RankLost(f"{ranks_text(missing)} of {self.size} did not end within {self._timing.meet_s:g} s")
                 self._changed.wait(_TICK_S)
         self._raise()
 

@@ -22,7 +22,7 @@ from megatron_ext.config.schema import ParallelConfig
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.replay_tokens import ReplayRule
 from megatron_ext.training.microbatch import MicroBatch, build_microbatch
-from megatron_ext.training.planning import plan_microbatches
+from megatron_ext.training.planning import check_each_once, plan_microbatches
 from megatron_ext.trajectory.packing import PackPlan
 from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.rows import Rows
@@ -66,7 +66,10 @@ def rank_microbatches(
             share_prefixes=share_prefixes,
             context=parallel.context,
             groups=groups,
+            replay=replay,
         )
+    else:
+        check_each_once(plan, len(chosen))
     if plan.num_ranks != size:
         raise ValueError(f"a plan for {plan.num_ranks} data-parallel ranks, the layout has {size}")
     mine = plan.microbatches[context.data_parallel_rank]

@@ -6,8 +6,8 @@ Invariants (``tests/training/test_microbatch.py``):
 2. The logits at ``logit_index`` predict ``target``: they stand one position before it, in the same row.
 3. Positions restart at 0 in every row; no attention crosses a row.
 4. A row's first token is never a target: nothing in the row predicts it.
-5. With ``share_prefixes`` tokens that rows have in common (equal ids behind equal prefixes) enter the forward once;
-   which tokens are predicted, and from what, stays the same.
+5. With ``share_prefixes`` tokens that rows have in common (equal ids behind equal prefixes, under replay with equal
+   recorded experts) enter the forward once; which tokens are predicted, and from what, stays the same.
 6. Context-parallel ranks have the same micro-batch but for what each runs: every place is run by one of them, every
    token is predicted by one of them, and what a rank predicts may stand on another (its share ends at a cut).
 7. With a ``replay`` rule each token that a rank runs carries the experts recorded for it (``moe.replay_tokens``).
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Self
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from megatron_ext.models.packing import SharedTokens
 from megatron_ext.moe.replay_tokens import ReplayRule, ReplayTokens, due_tokens, replay_tokens
 from megatron_ext.training.context_share import context_share
-from megatron_ext.trajectory.prefix_tree import build_prefix_tree
+from megatron_ext.training.planning import prefix_tree
 from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.rows import Rows
 
@@ -63,10 +64,10 @@ class MicroBatch:
         """Tokens that this rank runs."""
         return len(self.ids)
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> Self:
         """The same micro-batch on another device."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return MicroBatch(**{name: None if value is None else value.to(device) for name, value in values.items()})
+        return type(self)(**{name: None if value is None else value.to(device) for name, value in values.items()})
 
 
 def build_microbatch(
@@ -112,10 +113,7 @@ def build_microbatch(
         mine = np.flatnonzero(stands >= 0)
         logit_index, held = stands[mine], torch.from_numpy(mine)
     elif share_prefixes:
-        # The tokens that rows share replay one recording: a row that has one supplies it.
-        routed, valid = (None, None) if replay is None else replay.check(batch)
-        known = {} if routed is None or valid is None else {"routed": routed[token], "routed_valid": valid[token]}
-        tree = build_prefix_tree(ids, whole, **known)
+        tree = prefix_tree(batch, token, whole, replay)
         run, logit_index, shared, flat = tree.source.copy(), tree.flat[at - 1], SharedTokens.of(tree), tree.flat
     replayed = None
     if replay is not None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_ext.trajectory.packing import PackPlan, pack
-from megatron_ext.trajectory.prefix_tree import build_prefix_tree
+from megatron_ext.moe.replay_tokens import ReplayRule
+from megatron_ext.trajectory.packing import PackingError, PackPlan, pack
+from megatron_ext.trajectory.prefix_tree import PrefixTree, build_prefix_tree
 from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.rows import Rows
 from megatron_ext.trajectory.tree_packing import pack_tree
@@ -30,6 +31,7 @@ def plan_microbatches(
     share_prefixes: bool = False,
     context: int = 1,
     groups: ArrayLike | None = None,
+    replay: ReplayRule | None = None,
 ) -> PackPlan:
     """Micro-batches of the rows ``members`` int64 [R'] for ``ranks`` data-parallel ranks; the plan's row indices are
     indices into ``members``.
@@ -39,7 +41,9 @@ def plan_microbatches(
     ``ValueError`` for shared prefixes under context parallelism.
     """
     if not share_prefixes:
-        return pack(rows.lengths[members], cap=cap, ranks=ranks, groups=groups, context=context)
+        plan = pack(rows.lengths[members], cap=cap, ranks=ranks, groups=groups, context=context)
+        check_each_once(plan, len(members))
+        return plan
     if context > 1:
         raise ValueError(
             f"batch.share_prefixes=true: parallel.context={context} cuts rows over ranks; turn one of the two off"
@@ -48,4 +52,32 @@ def plan_microbatches(
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     entry = np.repeat(rows.row_offsets[:-1][members], lengths) + within
-    return pack_tree(build_prefix_tree(batch.ids[rows.token[entry]], offsets), cap=cap, ranks=ranks)
+    plan = pack_tree(prefix_tree(batch, rows.token[entry], offsets, replay), cap=cap, ranks=ranks)
+    check_each_once(plan, len(members))
+    return plan
+
+
+def check_each_once(plan: PackPlan, rows: int) -> None:
+    """Raises ``PackingError`` unless each of ``rows`` rows is in one micro-batch of one rank: what a row's tokens are
+    trained on, and the experts that they replay, are then used exactly once."""
+    placed = [part for rank in plan.microbatches for part in rank]
+    counts = np.bincount(np.concatenate([np.zeros(0, dtype=np.int64), *placed]), minlength=rows)
+    wrong = np.flatnonzero(counts != 1)
+    if len(wrong) or len(counts) != rows:
+        row = int(wrong[0]) if len(wrong) else rows
+        raise PackingError(f"a plan for {rows} rows has row {row} in {counts[row]} micro-batches; expected one")
+
+
+def prefix_tree(
+    batch: TrajectoryBatch, token: NDArray[np.int64], offsets: NDArray[np.int64], replay: ReplayRule | None
+) -> PrefixTree:
+    """The tree of R rows: tokens int64 [M] of the batch, row r being ``token[offsets[r] : offsets[r + 1]]``.
+
+    Under replay rows share a token only where they recorded the same experts (an engine that computes a prefix again
+    may choose others): a shared one would run one row's experts in the forward of another.
+    """
+    ids = batch.ids[token]
+    if replay is None:
+        return build_prefix_tree(ids, offsets)
+    routed, valid = replay.check(batch)
+    return build_prefix_tree(ids, offsets, routed=routed[token], routed_valid=valid[token], separate_routing=True)

@@ -18,19 +18,9 @@ import torch.distributed as dist
 
 from megatron_ext.models.forward import unwrap
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.models.hf_map import (
-    Coordinate,
-    Layout,
-    Piece,
-    export_tensors,
-    held_pieces,
-    hf_shapes,
-    is_bias_of_router,
-    is_copy,
-    join,
-    place_of,
-    rank_plan,
-)
+from megatron_ext.models.hf_map import Coordinate, Layout, Piece, rank_plan
+from megatron_ext.models.hf_tensors import hf_shapes, is_bias_of_router
+from megatron_ext.models.hf_weights import export_tensors, held_pieces, is_copy, join, place_of
 from megatron_ext.rollout.engine import EngineControl
 
 if TYPE_CHECKING:

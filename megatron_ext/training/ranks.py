@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
-from megatron_ext.training import link as links
+from megatron_ext.training.greeting import join, listen, welcome
 from megatron_ext.training.interrupt import Interrupted, InterruptFlag
 from megatron_ext.training.link import Cause, Link, RankLost, Timing
 
@@ -173,16 +174,16 @@ def joined(communication: str, timing: Timing | None = None) -> Iterator[Ranks]:
         raise
 
 
-def _greet(store: dist.Store, rank: int, size: int, timing: Timing) -> dict[int, tuple[links.Connection, str]]:
+def _greet(store: dist.Store, rank: int, size: int, timing: Timing) -> dict[int, tuple[Connection, str]]:
     """Connections over the address and key that rank 0 leaves in the launcher's store."""
     host = os.environ["MASTER_ADDR"]  # where rank 0 runs
     if rank == 0:
         key = secrets.token_hex(32)
-        with links.listen(host) as server:
+        with listen(host) as server:
             store.set(_PREFIX, f"{server.getsockname()[1]} {key}")
-            return links.welcome(server, size, key.encode(), timing)
+            return welcome(server, size, key.encode(), timing)
     port, key = store.get(_PREFIX).decode().split()
-    return {0: links.join(host, int(port), rank, key.encode(), timing)}
+    return {0: join(host, int(port), rank, key.encode(), timing)}
 
 
 class Gather(Protocol):

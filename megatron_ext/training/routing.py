@@ -259,18 +259,19 @@ class RoutingLosses:
         with self._trainer.tap.listening(listener):
             scores = self._trainer.score(micro, num_tokens, record_experts=record_experts)
         trained = _trained(micro, num_tokens)
-        entropy = [float(scores.entropy[trained].sum(dtype=np.float64)), float(trained.sum())]
+        counted = trained & tokens.trained
+        entropy = [float(scores.entropy[counted].sum(dtype=np.float64)), float(counted.sum())]
         replica = torch.from_numpy(np.concatenate([tokens.counts(trained), entropy])) * float(self._first)
         parts = [sums.flatten(), pairs.flatten(), replica.to(sums.device)]
-        sums, pairs, counted = self._over_ranks(torch.cat(parts)).split([part.numel() for part in parts])
+        sums, pairs, totals = self._over_ranks(torch.cat(parts)).split([part.numel() for part in parts])
         local, pull = pairs.view(self._layers, 2).unbind(1)
         return scores, RoutingStatistics(
             sums=sums.view(self._layers, tokens.fields, tokens.operations, self._experts),
-            turns=counted[:cells].view(tokens.fields, tokens.operations),
+            turns=totals[:cells].view(tokens.fields, tokens.operations),
             local=local,
             pulled=pull,
-            pairs=int(counted[cells]),
-            entropy=float(counted[cells + 1] / counted[cells + 2].clamp_min(1)),
+            pairs=int(totals[cells]),
+            entropy=float(totals[cells + 1] / totals[cells + 2].clamp_min(1)),
         )
 
     def _over_ranks(self, values: torch.Tensor) -> torch.Tensor:

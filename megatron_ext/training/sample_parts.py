@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.training.kept_step import KeptStep, StepScores
-from megatron_ext.trajectory.record import TrajectoryBatch, concat, select_groups
+from megatron_ext.trajectory.joining import concat, select_groups
+from megatron_ext.trajectory.record import TrajectoryBatch
 
 
 def part_of(kept: KeptStep, wanted: Sequence[str]) -> KeptStep:

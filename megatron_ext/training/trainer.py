@@ -34,6 +34,7 @@ from megatron_ext.models import cpu_platform
 from megatron_ext.models.flops import Passes, Work
 from megatron_ext.models.forward import Routing, moe_layers, packed_logits, unwrap
 from megatron_ext.models.parallel import ParallelContext
+from megatron_ext.moe.policies import check_auxiliary_losses
 from megatron_ext.moe.protocol import RouterPolicy
 from megatron_ext.moe.replay import replaying
 from megatron_ext.moe.replay_tokens import ReplayCounts
@@ -108,6 +109,7 @@ class Trainer:
         self._sum_over_ranks = reduce_from_tensor_model_parallel_region
         self._moe_layers = moe_layers(self.chunks[0])
         self.tap = RouterTap(self.chunks)
+        self._auxiliary = unwrap(self.chunks[0]).config.moe_aux_loss_coeff if self._moe_layers else 0.0
         self._passes = Passes()
 
     # -- scoring ---------------------------------------------------------------------------------------------------
@@ -217,6 +219,7 @@ class Trainer:
             finite = np.isfinite(norm) and np.isfinite(loss)
             if finite:
                 # Before the step as well as after it: the first look is what later ones are compared with.
+                check_auxiliary_losses(self.chunks, self._auxiliary)
                 self.router.check(self.chunks)
                 self.optimizer.step()
                 self.router.check(self.chunks)
@@ -296,6 +299,8 @@ class Trainer:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+        if not forward_only:
+            self.tap.drop_graphs()
         if replay is not None:
             replay.check(runs, backward=not forward_only)
         return replies

@@ -1,6 +1,6 @@
 """Recorded model calls of one rollout, as a gateway in front of an engine sees them, and which of them are repeats.
 
-Invariants (``tests/trajectory/test_merge.py`` asserts each):
+Invariants (``tests/trajectory/test_calls.py`` asserts each):
 
 1. A call is complete when it exists: shapes, ranges, versions and the alignment of routing rows are checked at once,
    and an error names the request.

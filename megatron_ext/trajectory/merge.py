@@ -4,7 +4,7 @@ A gateway sees single calls: the whole prompt as token ids, and the ids sampled 
 with an earlier call's (prompt + sampled ids) continues that call's segment; what stands in between is new observation.
 Ids are compared, never text: a history that was tokenised again, cut or rewritten is another sequence of tokens.
 
-Invariants (``tests/trajectory/test_merge.py`` asserts each):
+Invariants (``tests/trajectory/test_merge.py`` asserts each, ``test_merge_report.py`` 6):
 
 1. Conservation: every sampled token of a kept call stands in exactly one model turn, with its log-prob, version and
    mask 1 (unless the call or the trajectory is not trained). All else has mask 0.
@@ -27,12 +27,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import numpy as np
-
-from megatron_ext.trajectory.builder import FinishedTrajectory, TrajectoryBuilder
+from megatron_ext.trajectory.builder import TrajectoryBuilder
 from megatron_ext.trajectory.calls import UNFINISHED, Call, Dedup, unique_calls
+from megatron_ext.trajectory.merge_report import Departure, Merged, Placement, Start, counted
 from megatron_ext.trajectory.prefix_index import NONE, Found, PrefixIndex
-from megatron_ext.trajectory.record import Array, RecordError, Role, SessionKind, Status, TrajectoryBatch
+from megatron_ext.trajectory.record import Array, RecordError, Role, SessionKind, Status
 from megatron_ext.trajectory.version import UNSAMPLED
 
 Decode = Callable[[Sequence[int]], str]
@@ -73,77 +72,6 @@ class Outcome:
     status: Status = Status.DONE
 
 
-class Start(StrEnum):
-    """Why a call stands where it stands."""
-
-    OPENS = "opens"  # first of its session
-    CONTINUES = "continues"  # the first to extend its parent
-    RESUMES = "resumes"  # goes on with its parent's unfinished answer
-    FORK = "fork"  # shares a prefix with calls that went on otherwise (another sample, another observation)
-    REWRITE = "rewrite"  # tells the first prompt in another way, or replaces an answer altogether
-    CUT = "cut"  # keeps the first tokens of an answer and goes on with other text
-    DRIFT = "drift"  # has other tokens inside an answer: the same text tokenised again, or text unknown
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a call went. ``session`` and ``segment`` (within it) as in the record; ``turn`` is the turn's number."""
-
-    request_id: str
-    order: int
-    start: Start
-    session: int
-    segment: int
-    turn: int
-
-
-@dataclass(frozen=True)
-class Departure:
-    """A prompt that leaves the recorded history at token ``position``: ``recorded_id`` stands there, the prompt has
-    ``given_id``. ``against`` is the ``order`` of the call that holds the recorded token, ``offset`` its place in that
-    call's answer (-1: it was not sampled)."""
-
-    request_id: str
-    order: int
-    start: Start
-    position: int
-    recorded_id: int
-    given_id: int
-    against: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class MergeStats:
-    """Counts of one rollout. ``merged`` calls continue a segment (``resumed`` ones not counted); ``prompt_tokens`` as
-    sent, ``row_tokens`` in the record; ``unrouted``: tokens without a routing row though a later one was sampled, where
-    routing was recorded."""
-
-    calls: int
-    merged: int
-    resumed: int
-    forks: int
-    rewrites: int
-    cut: int
-    drifted: int
-    retries_dropped: int
-    sampled_tokens: int
-    dropped_tokens: int
-    prompt_tokens: int
-    row_tokens: int
-    unrouted: int
-
-
-@dataclass(frozen=True)
-class Merged:
-    """The record of the rollout, a batch of one; where its calls went, by ``order``; and what was found on the way."""
-
-    finished: FinishedTrajectory
-    placements: tuple[Placement, ...]
-    departures: tuple[Departure, ...]
-    stats: MergeStats
-
-
 def merge_calls(
     calls: Sequence[Call],
     *,
@@ -175,23 +103,12 @@ def merge_calls(
     if not kept:
         builder.open_session()
     finished = builder.finish(outcome.reward, outcome.parts, outcome.success, outcome.status)
-    count = {start: sum(p.start is start for p in merger.placements) for start in Start}
-    stats = MergeStats(
-        calls=len(kept),
-        merged=count[Start.CONTINUES] if options.merging is Merging.PREFIX else 0,
-        resumed=count[Start.RESUMES],
-        forks=count[Start.FORK],
-        rewrites=count[Start.REWRITE],
-        cut=count[Start.CUT],
-        drifted=count[Start.DRIFT],
-        retries_dropped=len(dropped),
-        sampled_tokens=sum(len(call.ids) for call in kept),
-        dropped_tokens=sum(len(call.ids) for call in dropped),
-        prompt_tokens=sum(len(call.prompt_ids) for call in kept),
-        row_tokens=finished.num_tokens,
-        unrouted=_unrouted(finished.batch),
+    return Merged(
+        finished,
+        tuple(merger.placements),
+        tuple(merger.departures),
+        counted(kept, dropped, merger.placements, finished.batch, options.merging is Merging.PREFIX),
     )
-    return Merged(finished, tuple(merger.placements), tuple(merger.departures), stats)
 
 
 @dataclass
@@ -406,12 +323,3 @@ class _Merger:
             if len(part):
                 self.builder.add_routed(segment.session, part, first)
                 segment.add(first, part)
-
-
-def _unrouted(batch: TrajectoryBatch) -> int:
-    """Tokens without a routing row; the last of a segment needs none."""
-    if batch.routed_valid is None:
-        return 0
-    missing = ~batch.routed_valid
-    ends = batch.segment_tokens[1:][np.diff(batch.segment_tokens) > 0]
-    return int(np.count_nonzero(missing) - np.count_nonzero(missing[ends - 1]))

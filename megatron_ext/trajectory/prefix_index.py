@@ -3,7 +3,7 @@
 Every recorded sequence is a prompt followed by the ids sampled after it. An edge of the tree holds a run of tokens, so
 that a prompt is compared with runs, not with sequences: each of its tokens is looked at once, however many there are.
 
-Invariants (``tests/trajectory/test_merge.py`` asserts each):
+Invariants (``tests/trajectory/test_prefix_index.py`` asserts each):
 
 1. Nothing is found by hash: tokens are compared with tokens.
 2. ``parent`` is the longest recorded sequence that the prompt starts with. Of equal ones the latest that nothing

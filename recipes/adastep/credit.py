@@ -88,7 +88,13 @@ class StepShrinkage(PlainEdit):
     def traits(self) -> EditTraits:
         """Gives up e (rollouts of one reward and unequal lengths differ in discounted return) and f (a lone rollout can
         visit a state twice)."""
-        return EditTraits(slot=Slot.ADVANTAGE, scale=Scale.KEEPS, breaks=frozenset("ef"), own_signal=True)
+        return EditTraits(
+            slot=Slot.ADVANTAGE, scale=Scale.KEEPS, breaks=frozenset("ef"), own_signal=True, states=self._acts
+        )
+
+    @property
+    def _acts(self) -> bool:
+        return self.weight != "fixed" or self.coefficient != 0.0
 
     def local_stats(self, view: CreditView) -> Mapping[str, Stat]:
         if self.fallback != "mean" or self.weight == "fixed":

@@ -45,7 +45,7 @@ from megatron_ext.credit.protocol import (
 )
 from megatron_ext.credit.scoring import SPACE
 from megatron_ext.trajectory.record import SessionKind
-from recipes.mosaic.gain import Places, gains, likelihood_requests, places
+from recipes.mosaic.gain import ANSWER, PREFIX, Places, gains, likelihood_requests, places
 
 DIRECTIONS = ("relax", "harden")
 TYPES = ("type", "pooled")
@@ -101,6 +101,7 @@ class SessionCredit(PlainEdit):
             breaks=frozenset("ef") if own else frozenset(),
             own_signal=own,
             sessions=True,
+            prepared=frozenset({PREFIX, ANSWER} if own else ()),
         )
 
     def requests(self, view: CreditView) -> Sequence[ScoreRequest]:

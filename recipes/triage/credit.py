@@ -74,8 +74,16 @@ class RoleCredit(PlainEdit):
 
     @property
     def traits(self) -> EditTraits:
-        """Gives up e and f: a constant tells turns of equal outcome apart."""
-        return EditTraits(slot=Slot.ADVANTAGE, scale=Scale.SETS, breaks=frozenset("ef"), own_signal=True)
+        """Gives up e and f: a constant tells turns of equal outcome apart. Where no constant acts, labels are counted
+        and nothing more."""
+        acts = self.weight != 0.0 and any(self.constants.values())
+        return EditTraits(
+            slot=Slot.ADVANTAGE,
+            scale=Scale.SETS,
+            breaks=frozenset("ef"),
+            own_signal=True,
+            labels=frozenset({self.label} if acts else ()),
+        )
 
     def local_stats(self, view: CreditView) -> Mapping[str, Stat]:
         voting, base = view.turns.tokens > 0, turn_reduce(view.advantage, view.turns, Op.MEAN)

@@ -14,7 +14,7 @@ from megatron_ext.credit.exact import exact_parts
 from megatron_ext.credit.levels import trained_tokens
 from megatron_ext.credit.protocol import CreditError
 from megatron_ext.credit.turns import Layout
-from megatron_ext.trajectory.record import select_groups
+from megatron_ext.trajectory.joining import select_groups
 from tests.helpers.records import Group, build, described_batches, random_batch
 
 

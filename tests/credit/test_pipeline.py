@@ -18,7 +18,8 @@ from megatron_ext.credit.protocol import Counter, CreditEdit, CreditError, Credi
 from megatron_ext.credit.scoring import ScoreReply, ScoreRequest
 from megatron_ext.tracking import names
 from megatron_ext.tracking.names import lookup
-from megatron_ext.trajectory.record import TrajectoryBatch, equal, select_groups
+from megatron_ext.trajectory.joining import select_groups
+from megatron_ext.trajectory.record import TrajectoryBatch, equal
 from tests.helpers.credit_contract import check_ranks
 from tests.helpers.records import build, model, random_groups, single, user
 

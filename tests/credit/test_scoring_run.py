@@ -19,8 +19,9 @@ from megatron_ext.credit.scoring import (
     answer_likelihood,
     gap,
 )
+from megatron_ext.trajectory.joining import select_groups
 from megatron_ext.trajectory.packing import PackingError
-from megatron_ext.trajectory.record import TrajectoryBatch, select_groups
+from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.records import build, described_batches, model, random_batch, single, user
 from tests.helpers.tiny_scorer import TinyModel, ask, assert_same, hint, random_requests, shifted, table
 

@@ -21,7 +21,8 @@ from megatron_ext.credit.turns import (
     turn_broadcast,
     turn_reduce,
 )
-from megatron_ext.trajectory.record import Field, Role, SessionKind, Status, TrajectoryBatch, select_groups
+from megatron_ext.trajectory.joining import select_groups
+from megatron_ext.trajectory.record import Field, Role, SessionKind, Status, TrajectoryBatch
 from tests.helpers.credit_contract import turn_rows
 from tests.helpers.records import (
     Group,

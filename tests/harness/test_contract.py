@@ -6,19 +6,21 @@ import copy
 import json
 import pickle
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.environments.protocol import Observation, ToolCall, ToolSpec
-from megatron_ext.harness.answers import AnswerCall
+from megatron_ext.harness.answers import AnswerCall, prepared_answer
 from megatron_ext.harness.protocol import Harness, Parsed
 from megatron_ext.harness.schema import first_problem
 from megatron_ext.harness.text import TextHarness
 from megatron_ext.harness.tools import ToolHarness
 from megatron_ext.trajectory.record import Role, SessionKind
 from megatron_ext.trajectory.task import Task
+from tests.helpers.scripted import small_codec
 
 TASK = Task("calc/train/1", "calc", 1, "train")
 ADD = ToolSpec(
@@ -165,7 +167,17 @@ def test_the_gold_answer_as_a_call() -> None:
             call is not None and call.text[call.start : call.end] == cut and call.text[call.end :] == '"}}</tool_call>'
         )
     assert ToolHarness(answer_tool="say").answer_call(TASK, (say,)) == AnswerCall(), "no gold answer"
-    assert ToolHarness().answer_call(task, (say,)) is None and TextHarness().answer_call(task, (say,)) is None
+    for none in (ToolHarness(), TextHarness()):
+        assert none.answer_call(task, (say,)) is None and none.prepares == frozenset()
+
+
+def test_a_harness_prepares_what_it_says(tmp_path: Path) -> None:
+    codec = small_codec(tmp_path)
+    task = Task("calc/train/1", "calc", 1, "train", {"answer": ["a"]})
+    for harness in (*HARNESSES, ToolHarness(answer_tool="submit", answer_argument="answers")):
+        one = ToolSpec("add", "", {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]})
+        call = harness.answer_call(task, (one, SUBMIT))
+        assert harness.prepares == (set() if call is None else set(prepared_answer(codec, call)))
 
 
 def test_text_action_is_the_stripped_text() -> None:

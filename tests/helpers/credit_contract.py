@@ -22,7 +22,8 @@ from megatron_ext.credit.pipeline import Pipeline, Reduction, by_edit, combine, 
 from megatron_ext.credit.protocol import CreditEdit, CreditView, Scale, Slot, Stat
 from megatron_ext.credit.score_plan import CURRENT, ScoreWeights, score_rows
 from megatron_ext.credit.scoring import ScoreReply, ScoreRequest
-from megatron_ext.trajectory.record import Role, TrajectoryBatch, concat, select_groups
+from megatron_ext.trajectory.joining import concat, select_groups
+from megatron_ext.trajectory.record import Role, TrajectoryBatch
 from tests.helpers.records import Group, Segment, Traj, Turn, build, named, on_trained, shuffled, split
 
 MakeEdit = Callable[[], CreditEdit]

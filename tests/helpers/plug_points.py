@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ext.credit.protocol import EditTraits, Scale
+from megatron_ext.rewards.protocol import Episode
 
 BUILT: list[object] = []
 
@@ -48,7 +49,19 @@ class Keeping:
     traits: EditTraits = EditTraits()
 
 
+@dataclass(frozen=True)
+class ReadsRoles:
+    traits: EditTraits = EditTraits(labels=frozenset({"role"}))
+
+
+@dataclass(frozen=True)
+class ReadsAnswers:
+    traits: EditTraits = EditTraits(prepared=frozenset({"answer_prefix", "answer"}))
+
+
 class ClosedRouter:
+    reads_labels: frozenset[str] = frozenset()
+
     def config_overrides(self) -> dict[str, Any]:
         return {"moe_aux_loss_coeff": 0.0}
 
@@ -68,3 +81,7 @@ class Constants:
 
 
 NOT_CALLABLE = 3
+
+
+def graded(episode: Episode) -> float:
+    return float(len(episode.steps))

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.models.forward import packed_logits, unwrap
 from megatron_ext.moe.load import RoutingSums
-from megatron_ext.trajectory.record import Field, TrajectoryBatch
+from megatron_ext.trajectory.record import Field, Status, TrajectoryBatch
 
 FIELDS = (Field.THINKING, Field.TOOL_USE)
 
@@ -45,6 +45,18 @@ def loads(counts: Sequence[Sequence[int]], layers: Sequence[int] | None = None) 
     )
 
 
+def trained(batch: TrajectoryBatch) -> np.ndarray:
+    """bool [T], token by token: what the policy loss trains."""
+    owner = batch.token_trajectory()
+    return np.array(
+        [
+            bool(batch.loss_mask[t]) and batch.weight[t] > 0 and Status(int(batch.status[owner[t]])).trainable
+            for t in range(batch.num_tokens)
+        ],
+        dtype=bool,
+    )
+
+
 def plain_losses(
     chunk: torch.nn.Module,
     batch: TrajectoryBatch,
@@ -59,7 +71,7 @@ def plain_losses(
     segment, turn by turn, token by token."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    inside = batch.loss_mask if tokens is None else batch.loss_mask & tokens
+    inside = trained(batch) if tokens is None else trained(batch) & tokens
     p: dict[tuple[int, int], torch.Tensor] = {}  # of (layer, token)
     chosen: dict[tuple[int, int], set[int]] = {}
     routers = [module for module in unwrap(chunk).modules() if isinstance(module, TopKRouter)]

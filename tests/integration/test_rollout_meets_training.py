@@ -22,7 +22,8 @@ from megatron_ext.training.microbatch import build_microbatch
 from megatron_ext.training.publish import publish
 from megatron_ext.training.trainer import TokenScores, Trainer
 from megatron_ext.trajectory import version as policy_version
-from megatron_ext.trajectory.record import Role, SessionKind, TrajectoryBatch, concat
+from megatron_ext.trajectory.joining import concat
+from megatron_ext.trajectory.record import Role, SessionKind, TrajectoryBatch
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from megatron_ext.trajectory.task import Task
 from tests.helpers import driving

@@ -63,7 +63,6 @@ def test_the_main_job_replays_its_routing(root: Path, tmp_path: Path, layout: st
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["moe/replay_missing"] == 0 and row["moe/replayed_share"] > 0.8
-        assert row["moe/replay_conflicts"] <= 0.01 * row["train/tokens"]
         assert 0 <= row["offpolicy/routing_flips"] < 0.05
         assert row["offpolicy/lag_max"] == 0 and row["train/nan_steps"] == 0 and row["train/grad_norm"] > 0
         assert row["offpolicy/logp_diff_max"] <= 1e-4, "with replay no token is further apart than float error"

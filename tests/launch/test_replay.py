@@ -1,4 +1,4 @@
-"""Invariants of replays (numbers refer to ``megatron_ext/training/replay.py``): steps of real runs, made again."""
+"""Invariants of replays (``megatron_ext/training/replay*.py``, numbers: ``replay.py``): steps of real runs again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ EXACT = "run.deterministic=true"
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_trained_step_repeats_to_the_last_bit(exact_run: Path, again: Replay, step: int) -> None:
-    """Invariants 1 and 2: step 1 starts from the warm start, step 3 from the checkpoint of step 2."""
+    """Invariant 1 and ``replay_training``'s: step 1 starts from the warm start, step 3 from step 2's checkpoint."""
     before = contents(exact_run)
     code, out, err = again(exact_run, step, "train", EXACT)
     assert code == 0, out + err
@@ -71,7 +71,7 @@ def test_a_trained_step_repeats_to_the_last_bit(exact_run: Path, again: Replay, 
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_sampled_step_repeats_to_the_last_bit(exact_run: Path, again: Replay, step: int) -> None:  # 1 and 3
+def test_a_sampled_step_repeats_to_the_last_bit(exact_run: Path, again: Replay, step: int) -> None:  # invariant 1
     before = contents(exact_run)
     code, out, err = again(exact_run, step, "rollout", EXACT)
     assert code == 0, out + err
@@ -107,7 +107,7 @@ def test_a_run_without_kept_steps_is_replayed_from_its_store(
     assert "of the trajectories are the same" in out
 
 
-def test_what_cannot_be_replayed_is_one_line(exact_run: Path, again: Replay, tmp_path: Path) -> None:  # invariant 4
+def test_what_cannot_be_replayed_is_one_line(exact_run: Path, again: Replay, tmp_path: Path) -> None:  # invariant 3
     def refused(folder: Path, step: int, kind: str = "train") -> str:
         code, out, err = again(folder, step, kind, EXACT)
         lines = err.splitlines()

@@ -15,7 +15,7 @@ from megatron_ext.harness.template import COMPACT
 from megatron_ext.harness.tokenizer import learn_tokenizer, save_tokenizer
 from megatron_ext.models.hf_config import load_hf_config
 from megatron_ext.models.hf_io import save_hf
-from megatron_ext.models.hf_map import hf_shapes
+from megatron_ext.models.hf_tensors import hf_shapes
 from megatron_ext.training.run import RunResult
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron_ext.losses.aggregation import MODES, StepCounts, counted, step_counts, token_weights, weights
-from megatron_ext.trajectory.record import Status, TrajectoryBatch, concat, select_groups
+from megatron_ext.trajectory.joining import concat, select_groups
+from megatron_ext.trajectory.record import Status, TrajectoryBatch
 from tests.helpers.records import (
     Group,
     Traj,

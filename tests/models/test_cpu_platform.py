@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.models import cpu_platform
-from megatron_ext.models.cpu_platform import BytecodeCache, CpuPlatformError, rewrite
+from megatron_ext.models.cpu_platform import CpuPlatformError, rewrite
 
 
 def test_inert_when_cuda_is_available() -> None:
@@ -66,32 +65,6 @@ def test_no_cuda_call_survives_in_what_training_imports() -> None:
                 raise AssertionError(f"{name}: {line}")
         checked += 1
     assert checked > 100
-
-
-def test_cache_keys_by_content_and_survives_concurrency_and_damage(tmp_path: Path) -> None:
-    cache = BytecodeCache(tmp_path / "cache")
-    code = compile("x = 1", "m.py", "exec")
-    assert cache.load("m", b"x = 1") is None
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: cache.save("m", b"x = 1", code), range(64)))
-    files = list((tmp_path / "cache").iterdir())
-    assert len(files) == 1, "temporary files stay behind"
-    namespace: dict[str, int] = {}
-    loaded = cache.load("m", b"x = 1")
-    assert loaded is not None
-    exec(loaded, namespace)
-    assert namespace["x"] == 1
-    assert cache.load("m", b"x = 2") is None
-    files[0].write_bytes(files[0].read_bytes()[:-1])
-    assert cache.load("m", b"x = 1") is None
-
-
-def test_an_unwritable_cache_says_so_once(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    cache = BytecodeCache(blocked / "cache")
-    with pytest.warns(UserWarning, match="not writable"):
-        cache.save("m", b"", compile("", "m.py", "exec"))
 
 
 def test_tune_allocator_reuses_pages() -> None:

@@ -1,8 +1,10 @@
-"""GLM-4.5 and MiniMax-M2: their configurations, what is refused, and biased sigmoid routing in Megatron."""
+"""Invariants of ``models/families.py``; GLM-4.5 and MiniMax-M2: published configurations, what is refused, and biased
+sigmoid routing in Megatron."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_ext.models.families import FAMILIES
 from megatron_ext.models.flops import Work, forward_flops
-from megatron_ext.models.hf_config import HFConfig, HFConfigError, compare_model, from_dict, load_hf_config
+from megatron_ext.models.hf_compare import compare_model
+from megatron_ext.models.hf_config import HFConfig, HFConfigError, from_dict, load_hf_config
 from megatron_ext.models.hf_io import SafetensorsReader
-from megatron_ext.models.hf_map import WeightError, hf_shapes
+from megatron_ext.models.hf_tensors import WeightError, hf_shapes
 from tests.helpers.hf_models import KINDS, saved_hf
 
 # The architecture fields of two published checkpoints.
@@ -90,6 +94,32 @@ def parameters(hf: HFConfig) -> int:
             size *= n
         total += size
     return total
+
+
+def test_no_other_file_names_a_family(root: Path) -> None:  # invariant 1
+    sources = sorted((root / "megatron_ext").rglob("*.py"))
+    quoted = re.compile("|".join(f"[\"']{name}[\"']" for name in FAMILIES))
+    named = [file.name for file in sources if quoted.search(file.read_text(encoding="utf-8"))]
+    assert named == ["families.py"]
+
+
+def test_entries_lead_to_fields_and_back(moe: HFConfig, dense: HFConfig) -> None:  # invariant 2
+    described = {hf.family: hf for hf in (moe, dense, from_dict(GLM_45_AIR), from_dict(MINIMAX_M2))}
+    assert described.keys() == FAMILIES.keys()
+    for name, hf in described.items():
+        raw = hf.to_dict()
+        for key in FAMILIES[name].keys:
+            assert key.decode(raw[key.name]) == getattr(hf, key.field), key.name
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_whatever_else_an_entry_may_say_is_refused(name: str, moe: HFConfig, dense: HFConfig) -> None:  # invariant 3
+    described = {hf.family: hf for hf in (moe, dense, from_dict(GLM_45_AIR), from_dict(MINIMAX_M2))}
+    raw, family = described[name].to_dict(), FAMILIES[name]
+    for key, accepted in family.only.items():
+        with pytest.raises(HFConfigError, match=f"{key}='other' is not supported"):
+            from_dict(raw | {key: "other"})
+        assert key not in family.written or family.written[key] in accepted
 
 
 def test_published_configurations() -> None:

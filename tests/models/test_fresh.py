@@ -8,7 +8,7 @@ import torch
 from megatron_ext.config.schema import ModelConfig
 from megatron_ext.models.fresh import FreshReader
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.models.hf_map import hf_shapes
+from megatron_ext.models.hf_tensors import hf_shapes
 
 
 def full(reader: FreshReader, hf: HFConfig, name: str) -> torch.Tensor:

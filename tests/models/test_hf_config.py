@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.models.hf_config import HFConfig, HFConfigError, compare, compare_model, from_dict, load_hf_config
+from megatron_ext.models.hf_config import HFConfig, HFConfigError, from_dict, load_hf_config
 
 
 @pytest.mark.parametrize("family", ["moe", "dense"])
@@ -116,41 +116,6 @@ def test_moe_pattern_follows_transformers(moe: HFConfig) -> None:
         True,
     )
     assert moe.with_vocab(50).vocab == 50
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("hidden_size", 64),
-        ("num_query_groups", 4),
-        ("kv_channels", 8),
-        ("ffn_hidden_size", 50),
-        ("layernorm_epsilon", 1e-5),
-        ("qk_layernorm", False),
-        ("moe_router_topk", 3),
-        ("moe_ffn_hidden_size", 20),
-        ("moe_router_pre_softmax", True),
-        ("moe_layer_freq", [1, 1, 1, 1]),
-        ("add_qkv_bias", True),
-        ("window_size", (8, 0)),
-    ],
-)
-def test_compare_names_the_field(build: Any, moe: HFConfig, field: str, value: object) -> None:
-    config = build(moe)[0].config
-    assert compare(moe, config) == []
-    setattr(config, field, value)
-    lines = compare(moe, config)
-    assert len(lines) == 1 and lines[0].startswith(f"{field}:")
-
-
-def test_compare_model_sees_vocabulary_tying_and_rope(build: Any, moe: HFConfig) -> None:
-    chunk = build(moe)[0]
-    other = replace(moe, vocab=100, tie_word_embeddings=True, rope_theta=1e6)
-    assert [line.split(":")[0] for line in compare_model(other, chunk)] == [
-        "vocab_size",
-        "share_embeddings_and_output_weights",
-        "rotary_base",
-    ]
 
 
 def test_the_tiny_model_of_the_recipes(root: Path) -> None:

@@ -14,7 +14,8 @@ from megatron_ext.config.schema import ModelConfig
 from megatron_ext.models.fresh import FreshReader
 from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.models.hf_io import SafetensorsReader, save_hf
-from megatron_ext.models.hf_map import WeightError, export_tensors, hf_shapes, load_tensors
+from megatron_ext.models.hf_tensors import WeightError, hf_shapes
+from megatron_ext.models.hf_weights import export_tensors, load_tensors
 
 
 def fresh(hf: HFConfig) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,7 +30,8 @@ def _worker(rank: int, folder: str, hf: HFConfig) -> None:
     from megatron_ext.models.backends import resolve_backend
     from megatron_ext.models.build import build_model
     from megatron_ext.models.forward import packed_logits
-    from megatron_ext.models.hf_map import Layout, place_of, rank_plan
+    from megatron_ext.models.hf_map import Layout, rank_plan
+    from megatron_ext.models.hf_weights import place_of
     from megatron_ext.models.parallel import initialize, shutdown
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)

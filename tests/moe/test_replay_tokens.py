@@ -81,7 +81,7 @@ def test_counts_are_of_the_whole_micro_batch(seed: int, share: bool, cut: int) -
         assert counts.missing == 0, "an engine records all that training needs"
         assert counts.tokens == mb.num_tokens and counts.due <= counts.replayed
         if not share:
-            assert counts.replayed == int(batch.routed_valid[source].sum()) and counts.conflicts == 0
+            assert counts.replayed == int(batch.routed_valid[source].sum())
             parts = [tokens_of(m).counts for m in micro(batch, cut=cut, context_size=2, context_rank=1)]
             assert counts in parts
 
@@ -128,7 +128,7 @@ def test_a_missing_recording_names_trajectory_and_position() -> None:
 
 def test_trajectories_of_a_batch_that_were_recorded_and_that_were_not() -> None:
     """Records joined from two sources: where one lacks routing, its tokens are not valid and so missing."""
-    from megatron_ext.trajectory.record import concat
+    from megatron_ext.trajectory.joining import concat
 
     a, b = randomly_routed(build([(single(dialogue(3), name="a"),)])), build([(single(dialogue(3), name="b"),)])
     both = concat([a, b])
@@ -138,7 +138,7 @@ def test_trajectories_of_a_batch_that_were_recorded_and_that_were_not() -> None:
     assert (total.due, total.missing) == (10, 5)
 
 
-def test_shared_tokens_replay_one_recording_and_disagreement_is_counted() -> None:
+def test_rows_share_a_token_where_they_recorded_the_same() -> None:
     """Invariant 3. Rows share the prompt and the first two sampled tokens; one row ends there."""
     turns = [dialogue(3), dialogue(4), dialogue(2)]
     batch = build([tuple(single(segment) for segment in turns)])
@@ -153,19 +153,20 @@ def test_shared_tokens_replay_one_recording_and_disagreement_is_counted() -> Non
         return tokens_of(build_microbatch(batch, rows, order, rows.mask, share_prefixes=True, replay=RULE))
 
     agreed = shared(with_routing(batch, experts, valid), [2, 0, 1])
-    assert len(agreed.valid) == 7 and agreed.counts == ReplayCounts(tokens=7, replayed=6, due=6)
-    # The row that ends behind two sampled tokens has no recording of the last; the others have.
-    assert agreed.valid.tolist() == [True] * 6 + [False]
-    assert (agreed.experts.numpy()[:6] == experts[starts[1] : starts[1] + 6]).all()
+    # No row has a recording of its last token, which is run for it alone.
+    assert agreed.counts == ReplayCounts(tokens=6 + 3, replayed=6, due=6)
+    assert (agreed.experts.numpy()[agreed.valid.numpy()] == experts[starts[1] : starts[1] + 6]).all()
 
     other = experts.copy()
     at = int(starts[1]) + 2
     other[at, 1] = [e for e in range(TINY.num_experts) if e not in experts[at, 1]][: TINY.top_k]
-    other[int(starts[1]) + 1, 0] = other[int(starts[1]) + 1, 0, ::-1]  # the same set in another order is no conflict
-    for order, want in ([0, 1, 2], experts[2]), ([1, 0, 2], other[at]):
-        found = shared(with_routing(batch, other, valid), order)
-        assert found.counts.conflicts == (1 if order[0] == 0 else 2)
-        assert (np.sort(found.experts.numpy()[2]) == np.sort(want)).all(), "the first row's"
+    for order in [0, 1, 2], [1, 0, 2]:
+        again = with_routing(batch, other, valid)
+        found = tokens_of(build_microbatch(again, rows, order, rows.mask, share_prefixes=True, replay=RULE))
+        # All share two tokens, then the second row is alone with four; the others share two more, the longer has one.
+        assert found.counts == ReplayCounts(tokens=2 + 4 + 2 + 1 + 3, replayed=9, due=9)
+        ran = np.sort(found.experts.numpy()[found.valid.numpy()], axis=-1).tolist()
+        assert np.sort(experts[2]).tolist() in ran and np.sort(other[at]).tolist() in ran
 
 
 @pytest.mark.parametrize(

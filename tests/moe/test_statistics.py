@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 
 from megatron_ext.moe.statistics import RoutingStatistics, pairs, token_structure
-from megatron_ext.trajectory.record import Field, select_groups
+from megatron_ext.trajectory.joining import select_groups
+from megatron_ext.trajectory.record import Field
 from tests.helpers.records import Group, build, described_batches, model, random_batch, single, user
-from tests.helpers.structured import FIELDS, with_operations
+from tests.helpers.structured import FIELDS, trained, with_operations
 
 
 @settings(max_examples=30, deadline=None)
@@ -18,10 +19,12 @@ from tests.helpers.structured import FIELDS, with_operations
 def test_shares_of_a_unit_add_up_to_one(groups: list[Group]) -> None:
     batch = with_operations(build(groups))
     tokens = token_structure(batch, FIELDS, "op", 3)
+    counted = trained(batch)
+    assert (tokens.trained == counted).all() and not tokens.pair[~counted].any()
     units: dict[tuple[int, int], float] = {}
     for t in range(batch.num_tokens):
         label = int(batch.turn_labels["op"][batch.turn[t]])
-        if not batch.loss_mask[t] or label < 0 or batch.field[t] not in FIELDS:
+        if not counted[t] or label < 0 or batch.field[t] not in FIELDS:
             assert tokens.cell[t] == -1 and tokens.share[t] == 0
             continue
         assert tokens.cell[t] == FIELDS.index(Field(int(batch.field[t]))) * 3 + label

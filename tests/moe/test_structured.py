@@ -18,7 +18,7 @@ from megatron_ext.moe.tap import RouterCall
 from megatron_ext.training.microbatch import MicroBatch, build_microbatch
 from megatron_ext.training.routing import RoutingLosses
 from megatron_ext.training.trainer import TokenInputs, Trainer
-from megatron_ext.trajectory.record import TrajectoryBatch
+from megatron_ext.trajectory.record import Status, TrajectoryBatch
 from tests.helpers.records import build, model, random_batch, single, user
 from tests.helpers.replaying import randomly_routed
 from tests.helpers.structured import plain_losses, with_operations
@@ -39,7 +39,8 @@ from tests.helpers.training import (
 )
 
 OPEN: dict[str, Any] = {"entropy_high": 100.0, "operations": 3}
-BATCH = with_operations(random_batch(5, groups=2, untrainable=0.0, tokens=(2, 6)))
+BATCH = with_operations(random_batch(5, groups=2, untrainable=0.3, tokens=(2, 6)))
+assert not BATCH.trainable().all() and (BATCH.weight == 0).any()
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,18 @@ def wanted(context: ParallelContext, batch: TrajectoryBatch, mi: float, local: f
     losses = plain_losses(chunk, batch, **values)
     (mi * losses[0] + local * losses[1]).backward()
     return (*(float(loss.detach()) for loss in losses), plain_gradients(chunk))
+
+
+def test_what_the_policy_loss_leaves_out_is_left_out(context: ParallelContext) -> None:
+    broken = replace(BATCH, status=np.full_like(BATCH.status, int(Status.ENV_ERROR)))
+    weightless = replace(BATCH, weight=np.zeros_like(BATCH.weight))
+    for batch in (broken, weightless):
+        policy = StructuredRouter(mutual_information=0.3, consistency=0.2, **OPEN)
+        trainer = make_trainer(context, router=policy)
+        routing = step(trainer, policy, batch, no_reward(batch))
+        assert not any(grad.any() for grad in gradients(trainer).values())
+        opened = routing.statistics
+        assert (opened.information(), opened.local_loss(), opened.pairs, opened.entropy) == (0.0, 0.0, 0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.models.forward import packed_logits, record_routing
+from megatron_ext.models.forward import packed_logits, record_routing, unwrap
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.tap import MicroRun, RouterCall, RouterTap, recording
 from megatron_ext.training.trainer import Trainer
@@ -118,6 +120,16 @@ def test_nothing_is_left_behind(rank: ParallelContext) -> None:
     assert len(calls) == count and identical(gradients(one), plain)
     for _, router in one.tap.routers():
         assert "routing" not in vars(router) and router.router_replay is None
+
+
+@pytest.mark.parametrize("recompute", sorted(RECOMPUTE))
+def test_a_trained_model_is_freed(rank: ParallelContext, recompute: str) -> None:  # invariant 5
+    trainer = trainer_of(rank, recompute)
+    step(trainer)
+    wrapper, bare = (weakref.ref(chunk) for chunk in (trainer.chunks[0], unwrap(trainer.chunks[0])))
+    del trainer
+    gc.collect()
+    assert wrapper() is None and bare() is None
 
 
 def test_a_listener_may_replace_the_probabilities(rank: ParallelContext) -> None:

@@ -21,10 +21,16 @@ from tests.helpers.credit_contract import check_ranks, run_edits
 from tests.helpers.credit_methods import CONSTANTS, ROLES
 from tests.helpers.records import build, random_groups
 
+JUDGE = (
+    "rewards.role={_target_: megatron_ext.rewards.judge_reward.JudgeReward, "
+    "judge: {_target_: megatron_ext.rewards.rule_judge.NoveltyJudge, new: E, repeated: R, unchanged: N}, "
+    "labels: {D: 0, E: 1, N: 2, R: 3}, default: N, before: null, state: true}"
+)
 BOTH = [
     "credit.edits.adastep={_target_: recipes.adastep.credit.StepShrinkage, order: 10}",
     "credit.edits.triage={_target_: recipes.triage.credit.RoleCredit, order: 20, "
     "constants: {D: 1.0, E: 0.2, N: -0.1, R: -0.5}, labels: {D: 0, E: 1, N: 2, R: 3}}",
+    JUDGE,
 ]
 WHITEN = "credit.edits.white={_target_: megatron_ext.credit.edits.whiten.Whiten, order: 30}"
 
@@ -84,3 +90,24 @@ def test_training_refuses_them_before_anything_starts(tmp_path: Path, capsys: py
     said = capsys.readouterr().err
     assert "triage and white" in said and len(said.strip().splitlines()) == 1
     assert not folder.exists()
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        prepare([*argv, "run.name=x"])
+    (line,) = error.value.problems
+    return line
+
+
+def test_what_nothing_in_a_recipe_writes_is_refused() -> None:
+    """Recipes whose mechanism reads what a judge, a harness or an environment writes, without it."""
+    assert "credit.edits.triage: reads the turn label 'role'" in refused("recipe=triage", "rewards.role=null")
+    assert "credit.edits.sessions: reads the prepared ids" in refused("recipe=mosaic", "harness.answer_tool=null")
+    calculator = "environments.store={_target_: megatron_ext.environments.calculator.Calculator}"
+    assert "model.router: reads the turn label 'op'" in refused("recipe=moe_expert_structuring", calculator)
+    for off in (
+        ["recipe=triage/off", "rewards.role=null"],
+        ["recipe=mosaic/micro_no_gain", "harness.answer_tool=null"],
+        ["recipe=moe_expert_structuring/off", calculator],
+    ):
+        prepare([*off, "run.name=x"])

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.report.samples import Limits, choose, parts, shading, show_step, spread, trained_mask
 from megatron_ext.report.tokens import json_lines
-from megatron_ext.trajectory.record import Role, SessionKind, Status, TrajectoryBatch, select_groups
+from megatron_ext.trajectory.joining import select_groups
+from megatron_ext.trajectory.record import Role, SessionKind, Status, TrajectoryBatch
 from tests.helpers.records import Traj, Turn, build, described_batches, model, random_batch, single, split, user
 from tests.helpers.run_folders import kept_step
 

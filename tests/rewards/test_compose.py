@@ -79,6 +79,10 @@ class Fixed:
         return self.value  # type: ignore[return-value]
 
 
+class Labels(Fixed):
+    written_labels = frozenset({"role"})
+
+
 class Raises:
     def __call__(self, episode: Episode) -> float:
         raise KeyError("gold")
@@ -118,11 +122,11 @@ MISSING = RewardValue(9.0, {"role": [1, -1, 0]}, missing=True, why="nobody answe
 
 
 def test_a_missing_part_is_neither_zero_nor_an_error() -> None:  # invariant 4
-    result = RewardSet([RewardPart("judge", Fixed(MISSING), 2.0), RewardPart("fine", Success())])(PLAYED)
+    result = RewardSet([RewardPart("judge", Labels(MISSING), 2.0), RewardPart("fine", Success())])(PLAYED)
     assert result.valid and result.total == 1.0 and math.isnan(result.parts["judge"]) and result.parts["fine"] == 1.0
     assert result.missing == {"judge": "reward 'judge' of task 't/1' is missing: nobody answered"}
     assert result.labels == {"role": (1, -1, 0)} and result.counts == {"judge/failed": 1.0}
-    broken = RewardSet([RewardPart("judge", Fixed(MISSING)), RewardPart("broken", Raises())])(PLAYED)
+    broken = RewardSet([RewardPart("judge", Labels(MISSING)), RewardPart("broken", Raises())])(PLAYED)
     assert not broken.valid and math.isnan(broken.total) and "'broken'" in broken.problem and broken.labels == {}
 
 
@@ -137,14 +141,18 @@ def test_a_missing_part_is_neither_zero_nor_an_error() -> None:  # invariant 4
     ],
 )
 def test_labels_that_fit_no_record_are_named(labels: list[int], says: str) -> None:
-    result = RewardSet([RewardPart("judge", Fixed(RewardValue(1.0, {"role": labels})))])(PLAYED)
+    result = RewardSet([RewardPart("judge", Labels(RewardValue(1.0, {"role": labels})))])(PLAYED)
     assert not result.valid and says in result.problem
 
 
-def test_two_parts_cannot_label_alike() -> None:
+def test_a_label_is_written_by_one_part_that_declares_it() -> None:  # invariant 6
     value = RewardValue(1.0, {"role": [0, 0, 0]})
-    result = RewardSet([RewardPart("a", Fixed(value)), RewardPart("b", Fixed(value))])(PLAYED)
-    assert not result.valid and "reward 'b'" in result.problem and "which another part does too" in result.problem
+    with pytest.raises(ValueError, match=r"rewards.a and rewards.b both label turns as 'role'"):
+        RewardSet([RewardPart("a", Labels(value)), RewardPart("b", Labels(value))])
+    result = RewardSet([RewardPart("a", Labels(value)), RewardPart("b", Fixed(value))])(PLAYED)
+    assert not result.valid and "reward 'b'" in result.problem and "not among its written_labels" in result.problem
+    other = Labels(RewardValue(1.0, {"kind": [0, 0, 0]}))
+    assert "labels turns as 'kind'" in RewardSet([RewardPart("a", other)])(PLAYED).problem
 
 
 class Slow:

@@ -21,7 +21,8 @@ from megatron_ext.rewards.outcome import Success
 from megatron_ext.rollout.demonstrations import DemonstrationError, demonstration_batch
 from megatron_ext.rollout.driver import Driver, GroupOrder
 from megatron_ext.rollout.episode import EpisodeLimits, Sampling
-from megatron_ext.trajectory.record import Role, Status, TrajectoryBatch, concat
+from megatron_ext.trajectory.joining import concat
+from megatron_ext.trajectory.record import Role, Status, TrajectoryBatch
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from tests.helpers.errands import ERRANDS
 from tests.helpers.scripted import ScriptedClient, small_codec

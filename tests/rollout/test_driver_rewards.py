@@ -53,6 +53,8 @@ NOVELTY: dict[str, Any] = {
 class Later:
     """A slow part whose answers the test gives, by sample of the episode (the order of starting)."""
 
+    written_labels = frozenset({"role"})
+
     def __init__(self, deadline_s: float = 60.0) -> None:
         self.deadline_s = deadline_s
         self.out: list[tuple[Episode, Future[RewardValue]]] = []

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.rollout.embedded import scheduler as module
+from megatron_ext.rollout.embedded import runner as module
 from megatron_ext.rollout.embedded.scheduler import Scheduler
 from megatron_ext.rollout.embedded.slots import Slots
 from megatron_ext.rollout.embedded.weights import ModelWeights, WeightStage

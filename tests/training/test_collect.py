@@ -205,6 +205,17 @@ def test_a_step_short_of_groups_trains_what_it_has(bench: Open) -> None:  # inva
     assert groups.batch is not None and groups.batch.num_groups == 3
 
 
+def test_a_reward_that_is_always_broken_ends_the_run(bench: Open, folder: Path) -> None:  # invariant 7
+    broken = {"last": {"_target_": "megatron_ext.rewards.info.LastInfo", "key": "grounded"}}
+    process = DriverProcess(driving.spec(folder, rewards=broken))
+    try:
+        with pytest.raises(DriverError, match=r"of the step's 6 groups has a valid reward: .*'last'.*'grounded'") as e:
+            bench(driving.first_sample_stops, tasks=2, of=process).collect(0)
+        assert "\n" not in str(e.value)
+    finally:
+        process.close()
+
+
 def test_what_failed_outside_is_counted_and_not_trained(bench: Open) -> None:
     b = bench(driving.trouble_now_and_then, tasks=2)
     groups = b.collect(0)

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron_ext.credit.edits.whiten import Whiten
-from megatron_ext.credit.pipeline import Pipeline
-from megatron_ext.credit.protocol import CreditEdit, CreditError, CreditView, EditTraits, ScoreRequest, Stat
+from megatron_ext.credit.pipeline import Pipeline, open_view
+from megatron_ext.credit.protocol import CreditEdit, CreditError, CreditView, EditTraits, PlainEdit, ScoreRequest, Stat
 from megatron_ext.credit.score_plan import ScorePlan
 from megatron_ext.credit.scoring import ScoreError, ScoreReply
 from megatron_ext.rollout.agreement import assign
@@ -20,7 +20,8 @@ from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.training.credit_step import assign_credit, together, weights_table
 from megatron_ext.training.ranks import Gather, alone
 from megatron_ext.training.sample_parts import group_tokens
-from megatron_ext.trajectory.record import TrajectoryBatch, select_groups
+from megatron_ext.trajectory.joining import select_groups
+from megatron_ext.trajectory.record import Status, TrajectoryBatch
 from tests.helpers.asking_edit import Surprise
 from tests.helpers.gathering import on_ranks
 from tests.helpers.records import random_batch
@@ -46,6 +47,16 @@ def homes(ranks: int) -> list[tuple[int, ...]]:
 def credit(batch: TrajectoryBatch, gather: Gather, *edits: CreditEdit) -> tuple[NDArray[np.float64], dict[str, float]]:
     pipeline = Pipeline([(f"edit{i}", edit) for i, edit in enumerate(edits)])
     return assign_credit(pipeline, batch, step=0, gather=gather, weights=TABLE, run=replies_of)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("over", ["tokens", "turns"])
+def test_whitening_is_over_all_ranks(over: str, ranks: int) -> None:
+    edit, shared = Whiten(over=over, center=True), homes(ranks)
+    whole, _ = credit(BATCH, alone, edit)
+    parts = on_ranks(lambda rank, gather: credit(select_groups(BATCH, shared[rank]), gather, edit)[0], ranks)
+    for home, part in zip(shared, parts, strict=True):
+        np.testing.assert_array_equal(part, whole[group_tokens(BATCH, home)])
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -75,6 +86,40 @@ def test_nothing_is_run_when_no_edit_asks() -> None:
     for edits in ([], [("whiten", Whiten())]):
         _, metrics = assign_credit(Pipeline(edits), BATCH, step=0, gather=alone, weights=TABLE, run=never)
         assert not any(name.startswith("scoring/") for name in metrics)
+
+
+@dataclass(frozen=True)
+class ReadsStates(PlainEdit):
+    traits: EditTraits = EditTraits(states=True)
+
+    def apply(self, view: CreditView, reduced: Mapping[str, NDArray[Any]]) -> CreditView:
+        return view
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_step_without_states_is_refused_where_they_are_read(ranks: int) -> None:  # invariant 5
+    shared, keys = homes(ranks), BATCH.turn_state_key
+    bare = replace(BATCH, turn_state_key=np.zeros_like(keys))
+
+    def run(batch: TrajectoryBatch, *edits: CreditEdit) -> list[str]:
+        def work(rank: int, gather: Gather) -> str:
+            try:
+                credit(select_groups(batch, shared[rank]), gather, *edits)
+            except CreditError as raised:
+                return str(raised)
+            return ""
+
+        return on_ranks(work, ranks)
+
+    said = run(bare, Whiten(), ReadsStates())
+    assert all("credit.edits.edit1: compares turns by their state" in line and "state_hash()" in line for line in said)
+    assert run(bare, Whiten()) == run(BATCH, ReadsStates()) == [""] * ranks
+    some = np.zeros_like(keys)
+    first = int(open_view(BATCH).turns.entry[open_view(BATCH).turns.trainable][0])
+    some[first] = 1
+    assert run(replace(BATCH, turn_state_key=some), ReadsStates()) == [""] * ranks, "a state of any rank will do"
+    failed = replace(bare, status=np.full(BATCH.num_trajectories, int(Status.ENV_ERROR), dtype=BATCH.status.dtype))
+    assert run(failed, ReadsStates()) == [""] * ranks, "a step of failures says nothing about states"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.rollout.journal import open_coordinator
 from megatron_ext.training import kept_step as kept_steps
 from megatron_ext.training.kept_step import KeptStep, KeptStepError, StepScores, due, read_step, write_step
-from megatron_ext.trajectory.record import equal, select_groups
+from megatron_ext.trajectory.joining import select_groups
+from megatron_ext.trajectory.record import equal
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from megatron_ext.trajectory.task import Task
 from tests.helpers.records import build, described_batches, random_batch

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.training.microbatch import build_microbatch
-from megatron_ext.training.planning import plan_microbatches
-from megatron_ext.trajectory.packing import PackingError
+from megatron_ext.training.planning import check_each_once, plan_microbatches
+from megatron_ext.trajectory.packing import PackingError, PackPlan
 from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.rows import make_rows
 from tests.helpers.records import Traj, build, model, random_batch, single, user
@@ -64,6 +64,21 @@ def test_sharing_never_runs_more_tokens(seed: int, more: int) -> None:  # invari
     cap = int(rows.lengths.max()) + more
     plans = [plan_microbatches(batch, rows, members, cap=cap, share_prefixes=share) for share in (False, True)]
     assert plans[1].tokens.sum() <= plans[0].tokens.sum()
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        ([[0, 1], [1, 2]], "a plan for 3 rows has row 1 in 2 micro-batches"),
+        ([[0], [2]], "has row 1 in 0 micro-batches"),
+        ([[0, 1], [2, 3]], "has row 3 in 1 micro-batches"),
+    ],
+)
+def test_a_row_twice_or_never_is_an_error(parts: list[list[int]], line: str) -> None:  # invariant 1
+    table = tuple((np.array(part, dtype=np.int64),) for part in parts)
+    zeros = np.zeros((2, 1))
+    with pytest.raises(PackingError, match=line):
+        check_each_once(PackPlan(table, zeros.astype(np.int64), zeros), 3)
 
 
 def test_impossible_plans_are_refused() -> None:

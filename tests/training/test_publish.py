@@ -8,7 +8,9 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_ext.models.hf_map import Coordinate, Layout, Piece, WeightError, hf_shapes, join, rank_plan
+from megatron_ext.models.hf_map import Coordinate, Layout, Piece, rank_plan
+from megatron_ext.models.hf_tensors import WeightError, hf_shapes
+from megatron_ext.models.hf_weights import join
 from megatron_ext.training.publish import routes
 from tests.helpers.training import TINY
 

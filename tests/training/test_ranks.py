@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.training import link as links
+from megatron_ext.training.greeting import join, listen, welcome
 from megatron_ext.training.interrupt import Interrupted, InterruptFlag
 from megatron_ext.training.link import Link, RankLost, Timing
 from megatron_ext.training.ranks import Ranks, alone, gather_over, joined, launched
@@ -22,10 +22,10 @@ TIMING = Timing(beat_s=0.05, blame_s=0.2, meet_s=20.0)
 @pytest.fixture
 def three() -> Iterator[list[Ranks]]:
     """Three ranks of one job, linked."""
-    with links.listen("127.0.0.1") as server, ThreadPoolExecutor(3) as pool:
+    with listen("127.0.0.1") as server, ThreadPoolExecutor(3) as pool:
         port = server.getsockname()[1]
-        greeting = pool.submit(links.welcome, server, 3, b"key", TIMING)
-        others = [pool.submit(links.join, "127.0.0.1", port, rank, b"key", TIMING) for rank in (1, 2)]
+        greeting = pool.submit(welcome, server, 3, b"key", TIMING)
+        others = [pool.submit(join, "127.0.0.1", port, rank, b"key", TIMING) for rank in (1, 2)]
         peers = [greeting.result(), *({0: other.result()} for other in others)]
     linked = [Link(r, 3, known, TIMING, say=lambda line: None, end=lambda s: None) for r, known in enumerate(peers)]
     yield [Ranks(link.rank, 3, link) for link in linked]

@@ -16,7 +16,8 @@ from megatron_ext.training.ranks import Gather, alone
 from megatron_ext.training.routing_metrics import FILE_NAME, RoutingLog, read_routing, step_routing
 from megatron_ext.training.sample_parts import group_tokens
 from megatron_ext.training.scores import TokenScores
-from megatron_ext.trajectory.record import TrajectoryBatch, select_groups
+from megatron_ext.trajectory.joining import select_groups
+from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.gathering import on_ranks
 from tests.helpers.records import build, model, random_batch, single, user
 from tests.helpers.structured import loads, with_operations

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_ext.training.kept_step import KeptStep, StepScores
 from megatron_ext.training.sample_parts import joined_parts, part_of
-from megatron_ext.trajectory.record import TrajectoryBatch, equal, select_groups
+from megatron_ext.trajectory.joining import select_groups
+from megatron_ext.trajectory.record import TrajectoryBatch, equal
 from tests.helpers.records import random_batch
 
 

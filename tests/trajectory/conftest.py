@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_ext.trajectory.builder import TrajectoryBuilder, build_group
-from megatron_ext.trajectory.record import Role, SessionKind, Status, TrajectoryBatch, concat
+from megatron_ext.trajectory.joining import concat
+from megatron_ext.trajectory.record import Role, SessionKind, Status, TrajectoryBatch
 from megatron_ext.trajectory.version import pack
 
 BatchMaker = Callable[..., TrajectoryBatch]

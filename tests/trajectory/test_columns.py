@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron_ext.trajectory.columns import Groups, from_arrow, to_arrow
-from megatron_ext.trajectory.record import ARRAY_FIELDS, RecordError, TrajectoryBatch, concat, equal, select_groups
+from megatron_ext.trajectory.fields import ARRAY_FIELDS
+from megatron_ext.trajectory.joining import concat, select_groups
+from megatron_ext.trajectory.record import RecordError, TrajectoryBatch, equal
 from tests.helpers.records import Group, Traj, build, described_batches, random_batch
 
 Maker = Callable[..., TrajectoryBatch]

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.trajectory.columns import from_arrow, to_arrow
-from megatron_ext.trajectory.record import Ragged, RecordError, concat, equal, select_groups
+from megatron_ext.trajectory.joining import concat, select_groups
+from megatron_ext.trajectory.record import Ragged, RecordError, equal
 from tests.helpers.records import random_batch
 
 Rows = list[list[int]]

@@ -20,7 +20,8 @@ import pytest
 
 from megatron_ext.trajectory.builder import TrajectoryBuilder, build_group
 from megatron_ext.trajectory.framing import END
-from megatron_ext.trajectory.record import Status, TrajectoryBatch, concat, equal, select_groups
+from megatron_ext.trajectory.joining import concat, select_groups
+from megatron_ext.trajectory.record import Status, TrajectoryBatch, equal
 from megatron_ext.trajectory.store import Ref, StoreError, TrajectoryStore
 
 Maker = Callable[..., TrajectoryBatch]

@@ -1,5 +1,7 @@
 """Continuous batching: requests join and leave the decode batch at every step; sessions keep their cache between calls.
 
+Here is who has a seat, who waits and who is done; ``runner.py`` runs the model over the seats.
+
 Invariants (``tests/rollout/test_embedded_scheduler.py`` and the contract test):
 
 1. A request gives the same tokens alone as in any batch, from a reused prefix as from a fresh prefill, and when it was
@@ -23,17 +25,11 @@ from numpy.typing import NDArray
 
 from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.rollout.embedded.arithmetic import FAST, INVARIANT
-from megatron_ext.rollout.embedded.cache import Alone, Attention, Decode, Prefill
 from megatron_ext.rollout.embedded.model import Decoder
-from megatron_ext.rollout.embedded.sampler import SamplingRows, sample
+from megatron_ext.rollout.embedded.runner import Runner
 from megatron_ext.rollout.embedded.slots import FILLING, IDLE, READY, Slots
 from megatron_ext.rollout.embedded.weights import ModelWeights
 from megatron_ext.rollout.engine import EngineError, FinishReason, GenerateRequest, GenerateResult
-
-# One prefill step runs at most this many new tokens (padding: twice), so that decoding is never held up for long.
-PREFILL_TOKENS = 4096
-# Elements of a prefill's attention mask; bounds its memory when the context is long.
-PREFILL_MASK = 1 << 24
 
 Key = tuple[int, str]
 
@@ -75,7 +71,7 @@ class Scheduler:
         self.version = -1
         self.asleep = False
         self._count, self._threads = slots, threads
-        self._decoder: Decoder | None = None
+        self._runner: Runner | None = None
         self._slots = Slots(config, slots, max_context, device)
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}  # by seat
@@ -83,7 +79,6 @@ class Scheduler:
         self._idle: OrderedDict[int, Key] = OrderedDict()  # by seat, longest unused first
         self._free = list(range(slots - 1, -1, -1))
         self._results: list[tuple[int, GenerateResult]] = []
-        self._rows: SamplingRows | None = None
 
     # -- what clients ask for --------------------------------------------------------------------------------------
     def submit(self, owner: int, request: GenerateRequest) -> None:
@@ -91,7 +86,7 @@ class Scheduler:
         name = f"request {request.request_id!r}"
         if self.asleep:
             raise EngineError(f"{name}: the engine is asleep; call wake() and publish() first")
-        if self._decoder is None:
+        if self._runner is None:
             raise EngineError(f"{name}: the engine has no weights; call publish() first")
         if request.return_routed and not any(self.config.moe_pattern):
             raise EngineError(f"{name}: return_routed needs a Mixture-of-Experts model, this one is dense")
@@ -137,17 +132,17 @@ class Scheduler:
             raise EngineError("publish: the engine is asleep; call wake() first")
         if version < max(self.version, 0):
             raise EngineError(f"publish: version {version} is older than the version {self.version} being served")
-        if self._decoder is None:
+        if self._runner is None:
             arithmetic = INVARIANT if self._invariant else FAST
-            self._decoder = Decoder(self.config, weights, self.max_context, self.device, self._threads, arithmetic)
-        self._decoder.weights = weights
+            decoder = Decoder(self.config, weights, self.max_context, self.device, self._threads, arithmetic)
+            self._runner = Runner(decoder, self._slots, self.max_context, self.device, invariant=self._invariant)
+        self._runner.decoder.weights = weights
         self.version = version
         for seat in list(self._idle):
             self._release(seat)
         slots = self._slots
         slots.cached[:] = 0
         slots.arrange(np.where(slots.zones() == READY, FILLING, slots.zones()))
-        self._rows = None
 
     def sleep(self) -> None:
         """Aborts what runs and releases weights and cache."""
@@ -159,7 +154,7 @@ class Scheduler:
             self._release(seat)
         self._slots = Slots(self.config, self._count, self.max_context, self.device)
         self._free = list(range(self._count - 1, -1, -1))
-        self._decoder, self.version, self.asleep = None, -1, True
+        self._runner, self.version, self.asleep = None, -1, True
 
     def wake(self) -> None:
         self.asleep = False
@@ -185,16 +180,18 @@ class Scheduler:
 
         Twins of a prompt that was just prefilled join before the decode step: a group then ends together.
         """
-        slots = self._slots
+        slots, runner = self._slots, self._runner
+        if runner is None:
+            return  # without weights nothing was taken in
         twins = self._waiting and slots.busy < self._count and self._admit()
         if slots.ready < slots.busy:
-            self._prefill()
+            self._finish(runner.prefill(self.version))
         if twins and slots.ready == slots.busy < self._count:
             self._admit()
             if slots.ready < slots.busy:
-                self._prefill()
+                self._finish(runner.prefill(self.version))
         if slots.ready:
-            self._decode()
+            self._finish(runner.decode(self.version))
 
     def _admit(self) -> bool:
         """Gives waiting requests seats; whether some wait for a twin of theirs to be prefilled."""
@@ -235,7 +232,6 @@ class Scheduler:
         self._waiting = later + self._waiting
         slots.arrange(zone)
         self._copy(copies)
-        self._rows = None  # the decode batch may have grown
         return bool(later)
 
     def _seat(self, job: Job) -> int:
@@ -281,88 +277,6 @@ class Scheduler:
                 if slots.record[b]:
                     slots.routed[b, : slots.cached[b]] = slots.routed[a, : slots.cached[b]]
 
-    def _prefill(self) -> None:
-        """Runs the new tokens of the first rows that wait for it; a prompt over the budget takes several steps."""
-        assert self._decoder is not None
-        slots = self._slots
-        seats = slots.seat_of[slots.ready : slots.busy]
-        pending, start = slots.length[seats] - slots.cached[seats], slots.cached[seats]
-        widest, total, rows, span = 0, 0, 0, 0
-        for count, first in zip(pending.tolist(), start.tolist(), strict=True):
-            widest, total, span = max(widest, count), total + count, max(span, first + count)
-            padded = widest * (rows + 1)
-            if rows and (total > PREFILL_TOKENS or padded > 2 * PREFILL_TOKENS or padded * span > PREFILL_MASK):
-                break
-            rows += 1
-        counts = pending[:rows].copy()
-        if rows == 1:
-            most = min(PREFILL_TOKENS, PREFILL_MASK // int(slots.length[seats[0]]))
-            counts[0] = min(counts[0], max(most, 1))
-        seats, start = seats[:rows].copy(), start[:rows]
-        self._ensure(int((start + counts).max()))
-        plan: Attention
-        if self._invariant:
-            within = np.concatenate([np.arange(a, a + c) for a, c in zip(start, counts, strict=True)])
-            plan = self._alone(np.repeat(slots.slot_of[seats], counts), within)
-        else:
-            plan = Prefill(slots.cache, slots.ready, start.tolist(), counts.tolist())
-        ids = torch.from_numpy(
-            np.concatenate([slots.tokens[s, a : a + c] for s, a, c in zip(seats, start, counts, strict=True)])
-        )
-        record = bool(slots.record[seats].any())
-        last = torch.from_numpy(counts.cumsum() - 1).to(self.device)
-        logits, experts = self._decoder.forward(ids.to(self.device), plan, last, record)
-        if experts is not None:
-            slots.store_routed(np.repeat(seats, counts), plan.positions.cpu().numpy(), experts)
-        slots.cached[seats] = start + counts
-        if counts[0] < pending[0]:
-            return
-        slots.ready += rows
-        self._rows = None
-        self._sample(seats, logits, self._sampling_rows(seats))
-
-    def _decode(self) -> None:
-        assert self._decoder is not None
-        slots = self._slots
-        seats = slots.seat_of[: slots.ready].copy()
-        position = slots.cached[seats]
-        longest = int(position.max()) + 1
-        self._ensure(longest)
-        if self._rows is None:
-            self._rows = self._sampling_rows(seats)
-        plan: Attention
-        if self._invariant:
-            plan = self._alone(np.arange(slots.ready), position)
-        else:
-            plan = Decode(slots.cache, torch.from_numpy(position).to(self.device), longest)
-        ids = torch.from_numpy(slots.tokens[seats, position]).to(self.device)
-        logits, experts = self._decoder.forward(ids, plan, None, bool(slots.record[seats].any()))
-        if experts is not None:
-            slots.store_routed(seats, position, experts)
-        slots.cached[seats] = position + 1
-        self._sample(seats, logits, self._rows)
-
-    def _ensure(self, length: int) -> None:
-        """Room in the cache; all of it at once where shapes must not change."""
-        self._slots.cache.ensure(self.max_context if self._invariant else length)
-
-    def _alone(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Alone:
-        where = torch.from_numpy(slots).to(self.device)
-        return Alone(self._slots.cache, where, torch.from_numpy(positions).to(self.device))
-
-    def _sampling_rows(self, seats: NDArray[np.int64]) -> SamplingRows:
-        slots = self._slots
-        return SamplingRows.make(
-            slots.temperature[seats], slots.top_k[seats], slots.top_p[seats], self.config.vocab, self.device
-        )
-
-    def _sample(self, seats: NDArray[np.int64], logits: torch.Tensor, rows: SamplingRows) -> None:
-        slots = self._slots
-        drawn, logp = sample(logits, rows, slots.seed[seats], slots.length[seats])
-        ids = drawn.cpu().numpy()
-        slots.append(seats, ids, logp.cpu().numpy(), self.version)
-        self._finish(slots.done(seats, ids))
-
     # -- endings ---------------------------------------------------------------------------------------------------
     def _finish(self, seats: NDArray[np.int64], aborted: bool = False) -> None:
         if not len(seats):
@@ -378,7 +292,6 @@ class Scheduler:
                 # Ended, or overtaken by a later request of the same session that could not share the seat.
                 self._release(seat)
         slots.arrange(zone)
-        self._rows = None
 
     def _release(self, seat: int) -> None:
         """Frees an idle seat."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ext.models.hf_config import HFConfig
-from megatron_ext.models.hf_map import expert_names, hf_shapes, is_bias_of_router
+from megatron_ext.models.hf_tensors import expert_names, hf_shapes, is_bias_of_router
 from megatron_ext.rollout.engine import EngineError
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.credit.scoring import ScoreReply
 from megatron_ext.harness import answers
-from megatron_ext.trajectory.record import Role, SessionKind, Status, TrajectoryBatch, concat, select_groups
+from megatron_ext.trajectory.joining import concat, select_groups
+from megatron_ext.trajectory.record import Role, SessionKind, Status, TrajectoryBatch
 from recipes.mosaic.gain import ANSWER, PREFIX, gains, likelihood_requests, places
 from tests.helpers.credit_contract import canned
 from tests.helpers.records import (

@@ -1,25 +1,29 @@
-"""What ``megatron_ext/training/run_state.py`` computes without a run: an optimizer step's trajectories and weights, and
-credit, whatever number of ranks share the step (its invariant 1)."""
+"""Invariants of the learner (numbers: ``megatron_ext/training/learner.py``): an optimizer step's trajectories and
+weights over ranks as threads, and a batch trained on a real model."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megatron_ext.credit.edits.whiten import Whiten
-from megatron_ext.credit.pipeline import Pipeline, open_view
+from megatron_ext.config.schema import BatchConfig, Config, OptimizerConfig
+from megatron_ext.credit.pipeline import Pipeline
 from megatron_ext.losses.aggregation import MODES, counted, token_weights
+from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.rollout.agreement import assign
 from megatron_ext.rollout.events import GroupMeta
+from megatron_ext.tracking.composite import TrackerSet
 from megatron_ext.training.collect import StepGroups
-from megatron_ext.training.credit_step import reduction
-from megatron_ext.training.ranks import Gather
-from megatron_ext.training.run_state import only, step_weights
+from megatron_ext.training.learner import Learner, only, step_weights
+from megatron_ext.training.phases import Phases
+from megatron_ext.training.ranks import Gather, Ranks, alone
 from megatron_ext.training.sample_parts import group_tokens
+from megatron_ext.trajectory.joining import select_groups
 from megatron_ext.trajectory.packing import deal_trajectories, split_optimizer_steps
-from megatron_ext.trajectory.record import TrajectoryBatch, select_groups
+from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.gathering import on_ranks
 from tests.helpers.records import random_batch
+from tests.helpers.training import TERMS, TINY, make_trainer
 
 BATCH = random_batch(5, groups=6)
 
@@ -80,15 +84,38 @@ def test_steps_and_weights_do_not_depend_on_the_number_of_ranks(mode: str, ranks
             np.testing.assert_allclose(part, weight[group_tokens(BATCH, home)], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("over", ["tokens", "turns"])
-def test_whitening_is_over_all_ranks(over: str, ranks: int) -> None:
-    def credit(batch: TrajectoryBatch, gather: Gather) -> np.ndarray:
-        pipeline = Pipeline([("whiten", Whiten(over=over, center=True))])
-        return pipeline.run(open_view(batch), reduction(gather))[0].advantage
+# -- on a real model -------------------------------------------------------------------------------------------------
+def learner_on(context: ParallelContext, steps: int) -> Learner:
+    """A learner of a fresh model that makes ``steps`` optimizer steps a batch."""
+    trackers = TrackerSet({})
+    return Learner(
+        config=Config(batch=BatchConfig(optimizer_steps_per_batch=steps), optimizer=OptimizerConfig(lr=1e-2)),
+        hf=TINY,
+        trainer=make_trainer(context),
+        ranks=Ranks(),
+        gather=alone,
+        pipeline=Pipeline([]),
+        terms=TERMS,
+        tracker=trackers,
+        clock=Phases(trackers),
+    )
 
-    shared = homes(BATCH, ranks)
-    (whole,) = on_ranks(lambda rank, gather: credit(BATCH, gather), 1)
-    parts = on_ranks(lambda rank, gather: credit(select_groups(BATCH, shared[rank]), gather), ranks)
-    for home, part in zip(shared, parts, strict=True):
-        np.testing.assert_array_equal(part, whole[group_tokens(BATCH, home)])
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_scores_are_those_that_opened_the_batch(rank: ParallelContext, steps: int) -> None:
+    """Invariant 2: with one optimizer step its own forward scores, with more a forward before them."""
+    learner = learner_on(rank, steps)
+    groups, rows = step_of(BATCH, tuple(range(BATCH.num_groups))), learner.rows(BATCH)
+    micro = learner.microbatches(BATCH, rows, np.arange(rows.num_rows))
+    opened, version = learner.trainer.score(micro, BATCH.num_tokens), learner.version
+    before = learner.score(BATCH, rows)
+    assert (before is None) == (steps == 1)
+    advantage, _ = learner.assign_credit(BATCH)
+    results, scores = learner.update(groups, BATCH, rows, before, advantage)
+    assert len(results) == learner.updates == learner.version - version == steps
+    moved = learner.trainer.score(micro, BATCH.num_tokens)
+    np.testing.assert_allclose(scores.logp, opened.logp, atol=1e-5)
+    assert np.abs(moved.logp - opened.logp).max() > 1e-2
+    kept = learner.step_scores(groups, BATCH, scores, advantage)
+    assert kept.weight.sum() == pytest.approx(steps) and kept.before_update == (steps > 1)
+    np.testing.assert_array_equal(kept.weight > 0, counted(BATCH) > 0)
