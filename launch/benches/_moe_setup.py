@@ -114,7 +114,7 @@ class Players:
     def roll_out(self, name: str, first: int, tasks: int) -> TrajectoryBatch:
         """The groups of ``tasks`` training tasks from number ``first`` on, with their routing."""
         config, rollout = self.config, self.config.rollout
-        sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, True, rollout.ignore_stop)
+        sampling = replace(Sampling.of(rollout), record_routing=True)
         samples = config.batch.trajectories_per_task
         chosen: list[Task] = self.driver.tasks(config.tasks.environment, "train", tasks, first)
         orders = [GroupOrder(f"{name}/{task.task_id}", "", task, samples, sampling, store=True) for task in chosen]

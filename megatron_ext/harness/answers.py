@@ -8,21 +8,12 @@ model that says the whole call; a token that holds the answer's first character 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from megatron_ext.harness.protocol import AnswerCall
 from megatron_ext.harness.template import ChatCodec
 
 ANSWER_PREFIX, ANSWER = "answer_prefix", "answer"
 PREPARED = frozenset({ANSWER_PREFIX, ANSWER})
-
-
-@dataclass(frozen=True)
-class AnswerCall:
-    """A turn that gives the gold answer. ``text[start:end]`` is the answer; ``end`` 0: the task has none."""
-
-    text: str = ""
-    start: int = 0
-    end: int = 0
 
 
 def prepared_answer(codec: ChatCodec, call: AnswerCall) -> Mapping[str, list[int]]:

@@ -19,7 +19,6 @@ from megatron_ext.trajectory.record import Role, SessionKind
 from megatron_ext.trajectory.task import Task
 
 if TYPE_CHECKING:
-    from megatron_ext.harness.answers import AnswerCall
     from megatron_ext.harness.fields import Run
 
 
@@ -39,6 +38,15 @@ class Parsed:
 
     action: Action | None
     error: str = ""
+
+
+@dataclass(frozen=True)
+class AnswerCall:
+    """A turn that gives the gold answer. ``text[start:end]`` is the answer; ``end`` 0: the task has none."""
+
+    text: str = ""
+    start: int = 0
+    end: int = 0
 
 
 class Harness(Protocol):

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.environments.protocol import Action, Observation, ToolCall, ToolSpec
-from megatron_ext.harness.answers import AnswerCall
 from megatron_ext.harness.compression import Compressing
 from megatron_ext.harness.fields import Run, thinking_and_text
-from megatron_ext.harness.protocol import HarnessError, Message, Parsed
+from megatron_ext.harness.protocol import AnswerCall, HarnessError, Message, Parsed
 from megatron_ext.harness.thinking import after_thinking
 from megatron_ext.trajectory.record import Role, SessionKind
 from megatron_ext.trajectory.task import Task

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_ext.environments.protocol import Action, Observation, ToolCall, ToolSpec
-from megatron_ext.harness.answers import PREPARED, AnswerCall
+from megatron_ext.harness.answers import PREPARED
 from megatron_ext.harness.compression import Compressing
 from megatron_ext.harness.fields import Run, thinking_and_text
-from megatron_ext.harness.protocol import HarnessError, Message, Parsed
+from megatron_ext.harness.protocol import AnswerCall, HarnessError, Message, Parsed
 from megatron_ext.harness.schema import check_schema, first_problem, hint
 from megatron_ext.harness.thinking import after_thinking
 from megatron_ext.trajectory.record import Field, Role, SessionKind

@@ -22,6 +22,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -45,6 +46,9 @@ from megatron_ext.trajectory.builder import FinishedTrajectory, TrajectoryBuilde
 from megatron_ext.trajectory.record import SessionKind, Status
 from megatron_ext.trajectory.task import Task
 
+if TYPE_CHECKING:
+    from megatron_ext.config.schema import RolloutConfig
+
 
 @dataclass(frozen=True)
 class EpisodeLimits:
@@ -64,6 +68,11 @@ class Sampling:
     top_k: int = 0
     record_routing: bool = False
     ignore_stop: bool = False
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> Sampling:
+        """That of training episodes."""
+        return cls(rollout.temperature, rollout.top_p, rollout.top_k, rollout.record_routing, rollout.ignore_stop)
 
 
 @dataclass(frozen=True)

@@ -202,9 +202,7 @@ class Collector:
         leased = self._coordinator.lease(DRIVER, count, now, now + rollout.lease_deadline_s)
         self._open |= {g.group_id: g.lease_id for g in leased}
         self._renewed = now
-        sampling = Sampling(
-            rollout.temperature, rollout.top_p, rollout.top_k, rollout.record_routing, rollout.ignore_stop
-        )
+        sampling = Sampling.of(rollout)
         self._driver.run([GroupOrder(g.group_id, g.lease_id, g.task, g.samples, sampling, store=True) for g in leased])
 
     def _wait(self) -> None:

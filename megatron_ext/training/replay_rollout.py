@@ -82,10 +82,7 @@ def replay_rollout(opened: Opened) -> RolloutReplay:
         stack.callback(engine.close)
         driver.open(engine.connect(), opened.path / "tokenizer")
         publish(engine, session.trainer.chunks, opened.hf, max(kept.opened or 0, 0))
-        rollout = config.rollout
-        sampling = Sampling(
-            rollout.temperature, rollout.top_p, rollout.top_k, rollout.record_routing, rollout.ignore_stop
-        )
+        sampling = Sampling.of(config.rollout)
         sizes = np.diff(kept.batch.group_trajectories)
         orders = [
             GroupOrder(group, f"replay/{group}", tasks[group], int(size), sampling, store=True)
@@ -96,7 +93,7 @@ def replay_rollout(opened: Opened) -> RolloutReplay:
             orders,
             progress=lambda count: None,
             check=session.flag.check,
-            timeout=rollout.lease_deadline_s,
+            timeout=config.rollout.lease_deadline_s,
         )
         read = TrajectoryStore(store)
         again = concat([read.read(Ref(done[group].meta.ref)) for group in kept.batch.group_id])

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.environments.protocol import Observation, ToolCall, ToolSpec
-from megatron_ext.harness.answers import AnswerCall, prepared_answer
-from megatron_ext.harness.protocol import Harness, Parsed
+from megatron_ext.harness.answers import prepared_answer
+from megatron_ext.harness.protocol import AnswerCall, Harness, Parsed
 from megatron_ext.harness.schema import first_problem
 from megatron_ext.harness.text import TextHarness
 from megatron_ext.harness.tools import ToolHarness
