@@ -27,7 +27,7 @@ def prepare(argv: Sequence[str], recipes: Path = RECIPES) -> Config:
     cfg, found = collect(argv, recipes)
     if cfg is not None:
         hf = _hf_config(cfg, found)
-        found += problems(cfg, None if hf is None else hf.to_dict(), ranks(found))
+        found += problems(cfg, hf, ranks(found))
         if hf is not None:
             found += _file_problems(cfg, hf)
         try:
@@ -49,7 +49,7 @@ def prepare_elsewhere(argv: Sequence[str], recipes: Path = RECIPES) -> tuple[Con
     dense, experts = p.tensor * p.pipeline * p.context, p.expert * p.expert_tensor * p.pipeline
     world = math.lcm(max(dense, 1), max(experts, 1))
     hf = _hf_config(cfg, found)
-    found += problems(cfg, None if hf is None else hf.to_dict(), world)
+    found += problems(cfg, hf, world)
     try:
         resolve_backend(cfg.backend, cuda_available=lambda: True, installed=lambda package: True)
     except BackendError as error:

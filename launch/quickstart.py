@@ -1,7 +1,7 @@
 """``bash launch/quickstart [--json] [KEY=VALUE ...]``: the main job, ``recipe=quickstart``, with its result at the end.
 
-``--json``: the last (and only) line of stdout is ``{success_before, success_after, steps, seconds, run_dir,
-report}``; progress goes to stderr. Exit status as in ``launch.train``.
+``--json``: the last (and only) line of stdout is ``{success_before, success_after, steps, idle_steps, hint, seconds,
+run_dir, report}``; progress goes to stderr. Exit status as in ``launch.train``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (Exception, KeyboardInterrupt) as error:
             return status(error)
         if result.interrupted:
-            print(how_to_go_on(overrides, result.run_dir), file=sys.stderr)
+            print(how_to_go_on(overrides, result), file=sys.stderr)
             return 130
         if write is None:
             print(summary(result))
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "success_before": result.success_before,
                     "success_after": result.success_after,
                     "steps": result.steps,
+                    "idle_steps": result.idle_steps,
+                    "hint": result.hint,
                     "seconds": round(result.seconds, 1),
                     "run_dir": str(result.run_dir.resolve()),
                     "report": None if result.report is None else str(result.report.resolve()),

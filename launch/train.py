@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status(error)
     if result.interrupted:
         if is_first():
-            print(how_to_go_on(overrides, result.run_dir), file=sys.stderr)
+            print(how_to_go_on(overrides, result), file=sys.stderr)
         return 130
     if is_first():
         print(summary(result))
@@ -120,10 +120,11 @@ def show_help(overrides: Sequence[str], recipes_root: Path = RECIPES) -> int:
     return 0
 
 
-def how_to_go_on(overrides: Sequence[str], run_dir: Path) -> str:
+def how_to_go_on(overrides: Sequence[str], result: RunResult) -> str:
+    """What an interrupted run keeps, and the command that goes on from there."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     program = PROGRAM if world == 1 else f"torchrun --nproc-per-node {world} -m launch.train"
-    return f"interrupted; {run_dir} is saved. To go on: bash launch/env {program} {shlex.join(overrides)}"
+    return f"interrupted; {result.run_dir}: {result.kept}. To go on: bash launch/env {program} {shlex.join(overrides)}"
 
 
 def summary(result: RunResult) -> str:
@@ -133,6 +134,7 @@ def summary(result: RunResult) -> str:
     return (
         f"held-out success, greedy: {percent(result.success_before)} before, {percent(result.success_after)} after "
         f"{result.steps} steps ({result.seconds / 60:.1f} min)\nkept in {result.run_dir}"
+        + (f"\n{result.hint}" if result.hint else "")
         + (f"\nreport: {result.report}" if result.report is not None else "")
     )
 

@@ -8,7 +8,8 @@ Invariants (``tests/config/test_compose.py``):
 
 1. Every problem of every file and override is found before anything is built, and all are reported together.
 2. A file or override that gives a plug point another ``_target_`` starts it afresh: arguments of the old one do not
-   leak into the new one. Files and overrides that keep the ``_target_`` change single arguments.
+   leak into the new one. Files and overrides that keep the ``_target_`` change single arguments. An override of
+   ``_target_`` alone that would drop arguments is refused: the whole plug point, written out, says the same aloud.
 3. An entry of a map set to null, or deleted with ``~``, is gone; a map, or a map inside one, set to ``{}`` is empty.
 4. What comes out is the dataclass itself, with every value set and every interpolation resolved.
 """
@@ -100,11 +101,12 @@ def collect(argv: Sequence[str], search_root: Path) -> tuple[Config | None, list
             tree = cast(dict[str, Any], _overlay(tree, content))
     problems += wrong
     composed = slug is not None and not wrong
-    for edit in edits:
+    for number, edit in enumerate(edits):
         found = _edit_problems(edit)
-        problems += found
         if composed and not found:
-            _apply(tree, edit, problems)
+            found = _dropped(tree, edit, edits[number + 1 :])
+            _apply(tree, edit, found)
+        problems += found
     if not composed:
         return None, problems
 
@@ -241,6 +243,29 @@ def _edit_problems(edit: Edit) -> list[str]:
     return _tree_problems(Config, cast(dict[str, Any], tree))
 
 
+def _dropped(tree: dict[str, Any], edit: Edit, later: Sequence[Edit]) -> list[str]:
+    """The arguments that ``edit``, of a ``_target_`` alone, takes from a plug point and none of ``later`` sets."""
+    above, _, last = edit.path.rpartition(".")
+    at: Any = tree
+    for part in above.split("."):
+        at = at.get(part) if isinstance(at, dict) else None
+    if last != "_target_" or not isinstance(at, dict) or at.get(last, edit.value) == edit.value:
+        return []
+    set_again = {other.path.removeprefix(f"{above}.") for other in later if other.path.startswith(f"{above}.")}
+    lost = [name for name in at if name != last and name not in set_again]
+    try:
+        import_target(str(edit.value))
+    except InstantiateError:
+        return []  # one mistake, one line: the target's own
+    if not lost or any(other.path == above for other in later):
+        return []
+    again = "".join(f", {name}: ..." for name in sorted(set_again - {last}))
+    return [
+        f"{edit.written}: would drop what {at[last]} was given ({', '.join(lost)}); if that is meant, write the whole "
+        f"plug point: '{above}={{_target_: {edit.value}{again}}}'"
+    ]
+
+
 def _apply(tree: dict[str, Any], edit: Edit, problems: list[str]) -> None:
     *above, last = edit.path.split(".")
     at: Any = tree
@@ -311,7 +336,7 @@ def _tree_problems(schema: type, tree: Mapping[str, Any], root: str = "") -> lis
                 visit(inner, f"{path}.{name}")
         elif key.kind is Kind.MAP:
             if not isinstance(value, Mapping):
-                found.append(f"{root}{path}: needs a map, got {value!r}")
+                found.append(f"{root}{path}: needs a map, got {_reset(key) if value is None else repr(value)}")
         elif key.kind is Kind.VALUE and value != "???":
             problem = keys.type_problem(key, value)
             if problem is not None:
@@ -320,6 +345,17 @@ def _tree_problems(schema: type, tree: Mapping[str, Any], root: str = "") -> lis
     for name, value in tree.items():
         visit(value, str(name))
     return found
+
+
+def _reset(key: keys.Key) -> str:
+    """What ``null`` may have meant at a map of the schema."""
+    field = next(field for field in dataclasses.fields(key.owner) if field.name == key.name)
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else {}
+    if "_target_" in default:
+        return f"null; its default is '{key.path}={{_target_: {default['_target_']}}}'"
+    if key.path == "model.router":
+        return "null; model.router={} sets the default"
+    return f"null; {key.path}={{}} empties it, {key.path}.NAME=null removes an entry"
 
 
 def _at(tree: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:

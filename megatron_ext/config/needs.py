@@ -4,7 +4,7 @@
                  who reads says so                                   who writes says so
 ===============  ==================================================  ==================================================
 turn labels      ``EditTraits.labels``, a router policy's            a reward part's ``written_labels``, an
-                 ``reads_labels``                                    environment's ``label_words``
+                 ``reads_labels`` and ``label_room``                 environment's ``label_words``
 prepared ids     ``EditTraits.prepared``                             a harness's ``prepares``, and tasks with an answer
 ===============  ==================================================  ==================================================
 
@@ -13,8 +13,9 @@ State keys (``EditTraits.states``) are written for every environment; credit ref
 Invariants (``tests/config/test_needs.py``):
 
 1. What is read and written by nothing is one line: who reads it, what it misses, and the keys that provide it.
-2. What is not known is no reason to refuse. Which labels an environment gives is known once it is built, and whether
-   tasks have answers once they are listed: ``check_started`` refuses then, before anything is generated.
+2. What is not known is no reason to refuse. Which labels an environment gives, and how many values each, is known once
+   it is built, and whether tasks have answers once they are listed: ``check_started`` refuses then, before anything is
+   generated.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.credit.protocol import CreditEdit
 from megatron_ext.environments.protocol import Labelling, ToolSpec
 from megatron_ext.harness.protocol import Harness
-from megatron_ext.moe.protocol import RouterPolicy
+from megatron_ext.moe.protocol import LabelRoom, RouterPolicy
 from megatron_ext.rewards.compose import RewardSet
 from megatron_ext.rewards.protocol import written_labels
 from megatron_ext.trajectory.task import Task
@@ -70,6 +71,19 @@ def unmet_labels(
             )
 
 
+def unmet_room(router: RouterPolicy | None, given: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """One line a label of which the environment gives more values than the router policy has room for."""
+    if not isinstance(router, LabelRoom):
+        return
+    for label, (argument, room) in router.label_room.items():
+        words = given.get(label, ())
+        if len(words) > room:
+            yield (
+                f"model.router.{argument}={room}: the environment gives {len(words)} values of the turn label "
+                f"{label!r} ({', '.join(words)}); set model.router.{argument}={len(words)} or more"
+            )
+
+
 def unmet_ids(edits: Mapping[str, CreditEdit], harness: Harness | None) -> Iterator[str]:
     """One line an edit that reads ids which the harness does not prepare; None for it is not known."""
     if harness is None:
@@ -83,19 +97,26 @@ def unmet_ids(edits: Mapping[str, CreditEdit], harness: Harness | None) -> Itera
             )
 
 
-def check_started(cfg: Config, given: Collection[str], tools: Sequence[ToolSpec], tasks: Sequence[Task]) -> None:
+def check_started(
+    cfg: Config, given: Mapping[str, Sequence[str]], tools: Sequence[ToolSpec], tasks: Sequence[Task]
+) -> None:
     """Refuses, once the environment is there, what its class did not tell.
 
     Args:
-        given: labels that the environment gives; ``tools`` its tools; ``tasks`` those to train on.
+        given: labels that the environment gives, and what the values of each mean; ``tools`` its tools; ``tasks`` those
+            to train on.
 
     Raises:
-        ConfigError: a label that is read and never written, or prepared ids that no task has.
+        ConfigError: a label that is read and never written, one with more values than there is room for, or prepared
+            ids that no task has.
         HarnessError: the harness was told to prepare an answer and cannot.
     """
     edits = {n: instantiate(node, skip=("order",)) for n, node in cfg.credit.edits.items() if node is not None}
     router = instantiate(cfg.model.router) if cfg.model.router else None
-    lines = list(unmet_labels(edits, router, RewardSet.from_config(cfg.rewards), given))
+    lines = [
+        *unmet_labels(edits, router, RewardSet.from_config(cfg.rewards), given),
+        *unmet_room(router, given),
+    ]
     readers = [name for name, edit in edits.items() if edit.traits.prepared]
     if readers and not _some_answer(instantiate(cfg.harness), tools, tasks):
         lines += [

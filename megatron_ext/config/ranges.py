@@ -23,6 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "credit.normalize": ("std", "mean", "none"),
     "loss.aggregation": MODES,
     "rollout.replay_missing": ("error", "live"),
+    "rollout.replay_rerun": ("segment", "first"),
     "optimizer.name": ("adam", "sgd"),
     "optimizer.schedule": ("constant", "cosine", "linear"),
     "warm_start.optimizer.name": ("adam", "sgd"),
@@ -75,6 +76,7 @@ AT_LEAST: Mapping[str, float] = {
     "evaluation.samples": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "checkpoint.warm_start_minutes": 0,
     "samples.every": 0,
     "samples.groups": 0,
 }

@@ -106,6 +106,11 @@ class RolloutConfig:
     replay_missing: str = opt(
         "error", "error | live: a token that training needs and whose experts were not recorded; live = router chooses"
     )
+    replay_rerun: str = opt(
+        "segment",
+        "segment | first: a prompt that the engine ran again on other experts (new weights, lost cache); segment = the "
+        "record goes on in a new one, every token replays the forward that sampled it; first = the first experts stay",
+    )
     ignore_stop: bool = opt(
         False, "training turns run to max_new_tokens whatever is sampled (fixed lengths, for measuring)"
     )
@@ -200,6 +205,7 @@ class CheckpointConfig:
         "eval/dev/greedy_pass1", "also keep the one with the best value of this metric at its step; empty = none"
     )
     asynchronous: bool = opt(True, "write while training goes on, from a copy in host memory")
+    warm_start_minutes: float = opt(5.0, "save an unfinished warm start this often; 0 = only when it is interrupted")
 
 
 @dataclass

@@ -20,13 +20,13 @@ from megatron_ext.config import plug_points, ranges
 from megatron_ext.config.instantiate import InstantiateError, import_target
 from megatron_ext.config.schema import Config
 from megatron_ext.config.signature import Signature
+from megatron_ext.models.families import FAMILIES
+from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.tracking.names import NEITHER, MetricNameError, lookup
 
-STRUCTURED = ".StructuredRouter"
 
-
-def problems(cfg: Config, hf: Mapping[str, Any] | None, world_size: int = 1) -> list[str]:
-    """One line a problem. ``hf`` is the model's HF ``config.json`` (None: not readable, its checks are left out);
+def problems(cfg: Config, hf: HFConfig | None, world_size: int = 1) -> list[str]:
+    """One line a problem. ``hf`` is the model's HF configuration (None: not readable, its checks are left out);
     ``world_size`` the number of training ranks."""
     return [
         *_run(cfg),
@@ -34,8 +34,8 @@ def problems(cfg: Config, hf: Mapping[str, Any] | None, world_size: int = 1) -> 
         *_parallel(cfg, world_size),
         *(_model(cfg, hf) if hf is not None else ()),
         *_batch(cfg, world_size),
-        *_rollout(cfg),
-        *plug_points.problems(cfg),
+        *_rollout(cfg, hf),
+        *plug_points.problems(cfg, hf),
     ]
 
 
@@ -114,44 +114,67 @@ def _parallel(cfg: Config, world: int) -> Iterator[str]:
         )
 
 
-def _model(cfg: Config, hf: Mapping[str, Any]) -> Iterator[str]:
+def _model(cfg: Config, hf: HFConfig) -> Iterator[str]:
     p = cfg.parallel
 
-    def divides(key: str, size: int, field: str, what: str) -> Iterator[str]:
-        count = hf.get(field)
-        if isinstance(count, int) and size >= 1 and count % size:
-            yield f"{key}={size}: does not divide the model's {count} {what} ({field})"
+    def divides(key: str, size: int, count: int, what: str, field: str) -> Iterator[str]:
+        if size >= 1 and count % size:
+            yield f"{key}={size}: does not divide the model's {count} {what} ({_entry(hf, field)})"
 
-    yield from divides("parallel.tensor", p.tensor, "num_attention_heads", "attention heads")
-    yield from divides("parallel.tensor", p.tensor, "num_key_value_heads", "key-value groups")
-    if hf.get("num_experts"):
-        yield from divides("parallel.expert", p.expert, "num_experts", "experts")
-        yield from divides("parallel.expert_tensor", p.expert_tensor, "moe_intermediate_size", "columns of an expert")
+    yield from divides("parallel.tensor", p.tensor, hf.heads, "attention heads", "heads")
+    yield from divides("parallel.tensor", p.tensor, hf.kv_heads, "key-value groups", "kv_heads")
+    if not all(hf.moe_pattern):
+        yield from divides("parallel.tensor", p.tensor, hf.intermediate, "columns of the MLP", "intermediate")
+    if any(hf.moe_pattern):
+        columns, shared = hf.moe_intermediate, hf.shared_intermediate
+        yield from divides("parallel.expert", p.expert, hf.num_experts, "experts", "num_experts")
+        yield from divides(
+            "parallel.expert_tensor", p.expert_tensor, columns, "columns of an expert", "moe_intermediate"
+        )
+        yield from divides("parallel.tensor", p.tensor, shared, "columns of the shared experts", "shared_experts")
         if p.tensor > 1 and not p.sequence:
             yield (
                 f"parallel.tensor={p.tensor}: training a Mixture-of-Experts model with tensor parallelism needs "
                 "parallel.sequence=true"
             )
     else:
-        yield from divides("parallel.tensor", p.tensor, "intermediate_size", "columns of the MLP")
-        for key, value in (("expert", p.expert), ("expert_tensor", p.expert_tensor)):
-            if value > 1:
-                yield f"parallel.{key}={value}: the model has no experts"
-        if cfg.model.aux_loss_coefficient > 0:
-            yield f"model.aux_loss_coefficient={cfg.model.aux_loss_coefficient}: the model has no experts to balance"
-        if cfg.rollout.replay_routing:
-            yield "rollout.replay_routing=true: the model has no experts, so no routing to replay"
-        if cfg.rollout.record_routing:
-            yield "rollout.record_routing=true: the model has no experts, so no routing to record"
-        if cfg.model.router.get("_target_", "").endswith(STRUCTURED):
-            yield f"model.router={cfg.model.router['_target_']}: the model has no experts, so no routing to structure"
-    layers, chunks = hf.get("num_hidden_layers"), p.pipeline * p.virtual_pipeline
-    if isinstance(layers, int) and chunks >= 1 and layers % chunks:
+        yield from _without_experts(cfg, hf)
+    chunks = p.pipeline * p.virtual_pipeline
+    if chunks >= 1 and hf.layers % chunks:
         factors = f"{p.pipeline} x {p.virtual_pipeline} = {chunks}"
-        yield f"parallel.pipeline x virtual_pipeline = {factors}: does not divide the model's {layers} layers"
-    longest = hf.get("max_position_embeddings")
-    if isinstance(longest, int) and cfg.model.max_context > longest:
+        yield f"parallel.pipeline x virtual_pipeline = {factors}: does not divide the model's {hf.layers} layers"
+    longest = hf.max_position_embeddings
+    if cfg.model.max_context > longest:
         yield f"model.max_context={cfg.model.max_context}: the model has {longest} positions (max_position_embeddings)"
+
+
+def _entry(hf: HFConfig, field: str) -> str:
+    """What the family's ``config.json`` calls a field."""
+    return next(key.name for key in hf.traits.keys if key.field == field)
+
+
+def _without_experts(cfg: Config, hf: HFConfig) -> Iterator[str]:
+    """What a model without experts cannot have: one cause and one line, with every key to set."""
+    p, rollout, warm, router = cfg.parallel, cfg.rollout, cfg.warm_start, cfg.model.router
+    asked = [
+        ("parallel.expert", p.expert, "1", p.expert > 1),
+        ("parallel.expert_tensor", p.expert_tensor, "1", p.expert_tensor > 1),
+        ("rollout.record_routing", "true", "false", rollout.record_routing),
+        ("rollout.replay_routing", "true", "false", rollout.replay_routing),
+        ("model.aux_loss_coefficient", cfg.model.aux_loss_coefficient, "0", cfg.model.aux_loss_coefficient > 0),
+        (
+            *("warm_start.aux_loss_coefficient", warm.aux_loss_coefficient, "0"),
+            warm.enabled and warm.aux_loss_coefficient > 0,
+        ),
+        ("model.router", router.get("_target_"), "{}", bool(router) and not plug_points.is_default_router(router)),
+    ]
+    wrong = [(key, value, right) for key, value, right, on in asked if on]
+    if wrong:
+        having = " or ".join(name for name, family in FAMILIES.items() if family.experts is not None)
+        yield (
+            f"{', '.join(f'{key}={value}' for key, value, _ in wrong)}: the model has no experts (model_type "
+            f"{hf.family}); set {' '.join(f'{key}={right}' for key, _, right in wrong)}, or choose a model of {having}"
+        )
 
 
 def _batch(cfg: Config, world: int) -> Iterator[str]:
@@ -217,7 +240,7 @@ def _batch(cfg: Config, world: int) -> Iterator[str]:
         yield f"warm_start.gate_tasks={w.gate_tasks}: the gate plays dev tasks, and tasks.dev_tasks={tasks.dev_tasks}"
 
 
-def _rollout(cfg: Config) -> Iterator[str]:
+def _rollout(cfg: Config, hf: HFConfig | None) -> Iterator[str]:
     r = cfg.rollout
     if not r.temperature > 0:
         yield f"rollout.temperature={r.temperature}: training samples, so it must be above 0"
@@ -234,7 +257,7 @@ def _rollout(cfg: Config) -> Iterator[str]:
             f"harness.context_budget={budget}: a dialogue is compressed before it is full, so the budget must leave "
             f"room for an observation and a summary in model.max_context={cfg.model.max_context}"
         )
-    if r.replay_routing and not r.record_routing:
+    if r.replay_routing and not r.record_routing and (hf is None or any(hf.moe_pattern)):
         yield "rollout.replay_routing=true: nothing is recorded; set rollout.record_routing=true"
     if not cfg.environments:
         yield "environments: none; name at least one (environments.NAME._target_=...)"

@@ -200,10 +200,10 @@ class EnvironmentPool:
         (found,) = self._call_all(environment, "tools", [{}])
         return list(found)
 
-    def labels(self, environment: str) -> list[str]:
-        """Names of the labels that the environment gives. Raises ``EnvironmentFailed``."""
+    def labels(self, environment: str) -> dict[str, list[str]]:
+        """The labels that the environment gives, and what the values of each mean. Raises ``EnvironmentFailed``."""
         (found,) = self._call_all(environment, "labels", [{}])
-        return list(found)
+        return dict(found)
 
     def demonstrate(
         self, environment: str, tasks: Sequence[Task], *, mistake_rate: float, seed: int, max_turns: int

@@ -153,7 +153,8 @@ class Worker:
         if call.method == "tools":
             result: Any = list(environment.tools())
         elif call.method == "labels":
-            result = list(environment.label_words()) if isinstance(environment, Labelling) else []
+            words = environment.label_words() if isinstance(environment, Labelling) else {}
+            result = {name: list(values) for name, values in words.items()}
         elif call.method == "tasks":
             with self._slow():
                 result = list(environment.tasks(arguments["split"], arguments["count"], start=arguments["start"]))

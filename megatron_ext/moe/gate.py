@@ -9,7 +9,6 @@ the gate.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 
@@ -21,8 +20,10 @@ class EntropyGate:
     high: float = 0.2
 
     def __post_init__(self) -> None:
-        if math.isnan(self.low) or math.isnan(self.high) or self.low > self.high:
-            raise ValueError(f"entropy_low={self.low} and entropy_high={self.high}: the gate's band needs low <= high")
+        if not 0 <= self.low <= self.high:  # written so that NaN fails
+            raise ValueError(
+                f"entropy_low={self.low} and entropy_high={self.high}: the gate's band needs 0 <= low <= high"
+            )
 
     def is_open(self, entropy: float) -> bool:
         """Whether routing losses act at this entropy."""

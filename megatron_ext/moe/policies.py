@@ -61,14 +61,20 @@ class TrainedRouter:
     """Routers learn from the policy loss (and from the load-balancing loss of ``model.aux_loss_coefficient``).
 
     ``bias_update_rate``: how far an expert bias moves after a step towards an even load, where the model has them
-    (arXiv 2408.15664); 0 keeps them, which is what RL does unless told otherwise.
+    (arXiv 2408.15664); 0 keeps them, which is what RL does unless told otherwise. ``label``: the turn label whose
+    operations ``moe/op_mi`` tells apart.
     """
 
     bias_update_rate: float = 0.0
+    label: str = "op"
 
     def __post_init__(self) -> None:
         if not 0 <= self.bias_update_rate < float("inf"):
             raise ValueError(f"bias_update_rate={self.bias_update_rate}: must be finite and at least 0")
+
+    @property
+    def learns(self) -> bool:
+        return True
 
     @property
     def reads_labels(self) -> frozenset[str]:
@@ -97,11 +103,16 @@ class FrozenRouter:
     """Routers do not learn: no gradient, no optimizer state, no expert-bias update, no auxiliary loss.
 
     ``in_warm_start``: freeze them in the supervised warm start too (by default it trains them, and RL freezes what it
-    left).
+    left). ``label``: the turn label whose operations ``moe/op_mi`` tells apart.
     """
 
     in_warm_start: bool = False
+    label: str = "op"
     _before: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def learns(self) -> bool:
+        return False
 
     @property
     def reads_labels(self) -> frozenset[str]:

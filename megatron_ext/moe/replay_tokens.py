@@ -1,9 +1,10 @@
 """Which recorded experts a micro-batch replays (R3, arXiv 2510.11370): from a batch's record to a forward's tokens.
 
 ``routed[t]`` of the record belongs to the forward of token t, prompt tokens included, and the last sampled token of a
-segment has none: nothing was generated from it. A token is *due* when some predicted token stands behind it in its row,
-so that its experts matter; the others (the last sampled token, what an environment said after it) run as the router
-chooses and matter to nothing. Pure: numpy in, torch tensors out, no Megatron.
+segment has none: nothing was generated from it. Of a token that an engine ran more than once a segment holds one row,
+that of the forward its sampled tokens stand on (``trajectory/builder.py``, 6). A token is *due* when some predicted
+token stands behind it in its row, so that its experts matter; the others (the last sampled token, what an environment
+said after it) run as the router chooses and matter to nothing. Pure: numpy in, torch tensors out, no Megatron.
 
 Invariants (``tests/moe/test_replay_tokens.py``):
 

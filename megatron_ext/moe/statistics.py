@@ -28,29 +28,33 @@ from megatron_ext.trajectory.record import Field, TrajectoryBatch
 
 @dataclass(frozen=True, eq=False)
 class TokenStructure:
-    """Per token of a batch: ``cell`` int64 [T], ``field * operations + operation`` or -1; ``share`` float64 [T], 0
-    without a cell; ``pair`` bool [T], whether it and the token before it are a pair; ``trained`` bool [T]."""
+    """Per token of a batch: ``cell`` int64 [T], below ``cells``, or -1 for one that does not count; ``share`` float64
+    [T], 0 without a cell; ``pair`` bool [T], whether it and the token before it are a pair; ``trained`` bool [T]."""
 
     cell: NDArray[np.int64]
     share: NDArray[np.float64]
     pair: NDArray[np.bool_]
     trained: NDArray[np.bool_]
-    fields: int
-    operations: int
+    cells: int
 
     def counts(self, tokens: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
-        """Units of each cell [F * O], and the number of pairs behind them, among ``tokens`` bool [T] (None: all).
-        Whole turns only. Counts of parts add."""
+        """Units of each cell [C], and the number of pairs behind them, among ``tokens`` bool [T] (None: all). Whole
+        units only, whose shares add up to 1. Counts of parts add."""
         chosen = np.ones(len(self.cell), dtype=bool) if tokens is None else tokens
         inside = chosen & (self.cell >= 0)
-        size = self.fields * self.operations
-        units = np.bincount(self.cell[inside], weights=self.share[inside], minlength=size)
+        units = np.bincount(self.cell[inside], weights=self.share[inside], minlength=self.cells)
         return np.append(np.rint(units), np.count_nonzero(self.pair & chosen)).astype(np.float64)
 
 
+def every_trained_token(batch: TrajectoryBatch) -> TokenStructure:
+    """Each token that the policy loss trains is a unit of its own, in one cell."""
+    trained = trained_tokens(batch)
+    return TokenStructure(np.where(trained, 0, -1), trained.astype(np.float64), pairs(batch), trained, 1)
+
+
 def token_structure(batch: TrajectoryBatch, fields: Sequence[Field], label: str, operations: int) -> TokenStructure:
-    """Cells, shares and pairs of a batch. ``label`` names the turn label that holds the operation, from 0 to
-    ``operations - 1``, -1 where there is none; a batch in which no turn has one may lack it.
+    """Cells ``field * operations + operation``, shares and pairs of a batch. ``label`` names the turn label that holds
+    the operation, from 0 to ``operations - 1``, -1 where there is none; a batch in which no turn has one may lack it.
 
     Raises ``ValueError`` for a larger one.
     """
@@ -58,7 +62,7 @@ def token_structure(batch: TrajectoryBatch, fields: Sequence[Field], label: str,
     if size == 0:
         nothing = np.zeros(0, dtype=np.int64)
         none = nothing.astype(bool)
-        return TokenStructure(nothing, nothing.astype(np.float64), none, none, len(fields), operations)
+        return TokenStructure(nothing, nothing.astype(np.float64), none, none, len(fields) * operations)
     operation = np.asarray(batch.turn_labels.get(label, np.full(batch.num_turns, -1)), dtype=np.int64)
     if operation.max(initial=-1) >= operations:
         raise ValueError(
@@ -77,7 +81,7 @@ def token_structure(batch: TrajectoryBatch, fields: Sequence[Field], label: str,
     tokens_of = np.bincount(unit[inside], minlength=1)
     share = np.zeros(size)
     share[inside] = 1.0 / tokens_of[unit[inside]]
-    return TokenStructure(cell, share, pairs(batch), trained, len(fields), operations)
+    return TokenStructure(cell, share, pairs(batch), trained, len(fields) * operations)
 
 
 def trained_tokens(batch: TrajectoryBatch) -> NDArray[np.bool_]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.config.instantiate import ordered
+from megatron_ext.models.hf_config import from_dict
+from megatron_ext.moe.describe import routers_line
+from megatron_ext.moe.structured import StructuredRouter
 from megatron_ext.report import compare
-from megatron_ext.report.charts import ONCE, PARTS, PHASES, SECTIONS, Section, Spec, hint, members, others
+from megatron_ext.report.charts import HOLE, ONCE, PARTS, PHASES, SECTIONS, Section, Spec, hint, members, others
 from megatron_ext.report.experts import ExpertMap, expert_map
 from megatron_ext.report.plot import POINTS, Line, Plot, heat_plot, line_plot, number, stack_plot
 from megatron_ext.report.run_data import RunData
@@ -32,7 +35,8 @@ from megatron_ext.training.evaluation import EvalResult, Interval
 from megatron_ext.training.kept_step import read_step, sampled_steps
 
 STEP_TIME = "time/step"
-SMOOTH = 5  # steps of the running mean under several runs, as in the learning table
+SMOOTH = 5  # values of the running mean under several runs, as in the learning table
+SMOOTH_FROM = 2 * SMOOTH  # a curve of no more values than these is drawn as it is
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,17 @@ def build_page(runs: Sequence[RunData], recipes: Path | None, limits: Limits, no
 
 def _compared_note(groups: Sequence[compare.Group]) -> str:
     most = max(len(group.runs) for group in groups)
-    around = {1: "", 2: "; the band reaches from one to the other"}.get(
-        most, "; the band is the 95 % t interval of that mean"
-    )
-    return f"Each line is the mean over the runs of a group, as a running mean of {SMOOTH} steps{around}."
+    said = {
+        1: "Each line is a run.",
+        2: "Each line is the mean over the runs of a group; the band reaches from one to the other.",
+    }.get(most, "Each line is the mean over the runs of a group; the band is the 95 % t interval of that mean.")
+    lengths = [len(series.steps) for group in groups for run in group.runs for series in run.series.values()]
+    if max(lengths, default=0) > SMOOTH_FROM:
+        said += (
+            f" Where a run logged a metric more than {SMOOTH_FROM} times, each value is the mean of its last {SMOOTH} "
+            "(fewer at the start)."
+        )
+    return said
 
 
 def _single_note(run: RunData) -> str:
@@ -193,10 +204,14 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
         ("Seed", str(config.run.seed)),
         ("Steps", f"{run.steps} of {config.run.steps}"),
     ]
+    if idle := _idle(run):
+        facts.append(("Steps that trained nothing", idle))
     if run.minutes is not None:
         facts.append(("Training time", f"{run.minutes:.1f} min"))
     if run.hf:
         facts.append(("Model", _model(run.hf)))
+        if any(from_dict(run.hf, str(run.path / "model_config.json")).moe_pattern):
+            facts.append(("Routers", _routers(run)))
     facts += [
         ("Parallelism", _parallelism(run)),
         (
@@ -239,6 +254,26 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     if git := run.provenance.get("git"):
         facts.append(("Commit", git["commit"][:12] + (" with local changes" if git["dirty"] else "")))
     return facts
+
+
+def _idle(run: RunData) -> str:
+    """How many steps kept no group, with what the run's result says of it; empty for none."""
+    kept = run.series.get("filter/groups_kept")
+    count = 0 if kept is None else int(np.count_nonzero(kept.values == 0))
+    if not count:
+        return ""
+    return str(run.result.get("hint") or f"{count}: no group was kept")
+
+
+def _routers(run: RunData) -> str:
+    """What was configured, and what was measured."""
+    moved = run.series.get("moe/router_change")
+    said = routers_line(run.config)
+    if moved is None:
+        return said
+    change = float(moved.values[-1])
+    how_far = "have not moved" if change == 0 else f"moved by {number(change, 3)} of their norm"
+    return f"{said}; {how_far} since RL started"
 
 
 def _model(hf: Mapping[str, Any]) -> str:
@@ -285,8 +320,13 @@ def _named(run: RunData, spec: Spec) -> list[tuple[str, str]]:
     found = []
     for metric, label in spec.metrics.items():
         for name in members(metric, list(run.series)):
-            found.append((name, label or _short(name, metric)))
+            found.append((name, _label(name, metric, label)))
     return found
+
+
+def _label(name: str, metric: str, label: str) -> str:
+    """What a line of a family is called: what the family leaves open, in the place of the label's hole."""
+    return HOLE.sub(_short(name, metric), label) or _short(name, metric)
 
 
 def _short(name: str, metric: str) -> str:
@@ -312,8 +352,22 @@ def _chart(run: RunData, spec: Spec) -> Plot | None:
         lines.sort(key=lambda line: -float(line.curve.mid.sum()))
         return stack_plot(spec.title, lines, note=note, resumes=run.resumes)
     if spec.rows and len(lines) > 1:
-        return heat_plot(spec.title, lines, note=f"{spec.rows}, a row a layer")
-    return line_plot(spec.title, lines, note=note, log=spec.log, share=spec.share, resumes=run.resumes)
+        return heat_plot(spec.title, lines, note=f"{spec.rows}, a row a layer", better=lookup(named[0][0]).better)
+    levels = _levels(run, spec)
+    return line_plot(spec.title, lines, note=note, log=spec.log, share=spec.share, levels=levels, resumes=run.resumes)
+
+
+def _levels(run: RunData, spec: Spec) -> list[tuple[float, str]]:
+    """Values of the router policy that a chart shows, with what they say."""
+    node = run.config.model.router
+    plain = str(node.get("_target_", "")).endswith(f".{StructuredRouter.__name__}")
+    known = {f.name: f.default for f in fields(StructuredRouter)} if plain else {}
+    given = {name: (known | dict(node)).get(name) for name in spec.levels or {}}
+    return [
+        (float(value), f"{(spec.levels or {})[name]} {number(float(value))}")
+        for name, value in given.items()
+        if isinstance(value, int | float)
+    ]
 
 
 def _unit(name: str) -> str:
@@ -338,7 +392,7 @@ def _compared(groups: Sequence[compare.Group]) -> list[ChartSection]:
                 continue
             for metric, label in spec.metrics.items():
                 for name in members(metric, logged):
-                    said = label or _short(name, metric)
+                    said = _label(name, metric, label)
                     title = spec.title if len(spec.metrics) == 1 and label else f"{spec.title}: {said}"
                     plot = _overlay(groups, name, title if section is not rest else name, spec)
                     plots.append(plot)
@@ -359,7 +413,9 @@ def _overlay(groups: Sequence[compare.Group], name: str, title: str, spec: Spec)
         faint = [thin(s, POINTS) for s in series] if len(series) > 1 else []
         seeds = f"{len(series)} runs" if len(series) > 1 else "1 run"
         lines.append(Line(group.label, curve, number_, f"{hint(name)}; {seeds}", faint, key=f"g{number_}"))
-    return line_plot(title, lines, note=_unit(name), log=spec.log, share=spec.share)
+    everywhere = [_levels(run, spec) for group in groups for run in group.runs]
+    levels = everywhere[0] if all(found == everywhere[0] for found in everywhere) else ()
+    return line_plot(title, lines, note=_unit(name), log=spec.log, share=spec.share, levels=levels)
 
 
 def _step_time(run: RunData) -> Series | None:
@@ -377,4 +433,4 @@ def _step_time(run: RunData) -> Series | None:
 
 
 def _smoothed(series: Series) -> Series:
-    return smooth(series, SMOOTH) if len(series.steps) > 2 * SMOOTH else series
+    return smooth(series, SMOOTH) if len(series.steps) > SMOOTH_FROM else series

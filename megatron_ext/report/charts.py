@@ -17,14 +17,16 @@ from megatron_ext.tracking.names import lookup
 class Spec:
     """A chart. ``metrics`` are names, or families with ``<...>`` for whatever a run has of them, each with its label in
     the legend; ``intervals`` names the (low, high) metrics around one of them. ``log`` allows a logarithmic axis where
-    the values span decades; ``share`` fixes the axis to 0 to 1; ``rows`` says what a family over layers shows, which is
-    drawn as a heat map with a row a layer."""
+    the values span decades; ``share`` fixes the axis to 0 to 1; ``levels`` names arguments of the router policy that
+    are drawn as dashed lines, each with what it says; ``rows`` says what a family over layers shows, which is drawn as
+    a heat map with a row a layer. ``<...>`` in a label stands for what a name's family leaves open."""
 
     title: str
     metrics: Mapping[str, str]
     log: bool = False
     share: bool = False
     intervals: Mapping[str, tuple[str, str]] | None = None
+    levels: Mapping[str, str] | None = None
     rows: str = ""
 
 
@@ -77,7 +79,7 @@ SECTIONS: tuple[Section, ...] = (
         "Update",
         (
             Spec("Gradient norm", {"train/grad_norm": "before clipping"}, log=True),
-            Spec("Loss", {"train/loss": "total"}),
+            Spec("Loss", {"train/loss": "loss terms together", "moe/loss/<name>": "routing, <name>"}),
             Spec("Probability ratio", {"policy/ratio_mean": "mean"}),
             Spec("Advantage", {"credit/advantage_mean": "mean", "credit/advantage_std": "std"}),
         ),
@@ -126,8 +128,15 @@ SECTIONS: tuple[Section, ...] = (
                 },
             ),
             Spec("Training and rollout", {"moe/disagreement": "tokens routed otherwise, mean over layers"}),
-            Spec("Entropy gate", {"moe/gate": "open", "moe/gate_entropy": "entropy (nats)"}),
-            Spec("Token loss", {"moe/token_loss": "mean over pairs", "moe/pulled_fraction": "pairs that are pulled"}),
+            Spec(
+                "Entropy at the gate",
+                {"moe/gate_entropy": "of the policy"},
+                levels={"entropy_low": "open from", "entropy_high": "open up to"},
+            ),
+            Spec("Gate of the routing losses", {"moe/gate": "1 open, 0 closed"}, share=True),
+            Spec("Token loss", {"moe/token_loss": "mean over pairs"}),
+            Spec("Tokens pulled together", {"moe/pulled_fraction": "of adjacent tokens"}, share=True),
+            Spec("How far routers have moved", {"moe/router_change": "since RL started, over their norm"}),
             Spec("Missed by the linearisation", {"moe/mi_linear_error": "mutual information (nats)"}),
             *(
                 Spec(title, {f"moe/layer/<layer>/{name}": ""}, rows=note)

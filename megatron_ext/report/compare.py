@@ -3,7 +3,8 @@
 Invariants (``tests/report/test_compare.py`` asserts each):
 
 1. Runs that differ in nothing but seed, name, place and how they are shown are seeds of one group; the groups stand in
-   the order in which their first runs were given, and the first is what the others are compared with.
+   the order in which their first runs were given, and the first is what the others are compared with. No two have the
+   same label.
 2. A difference is paired: same seeds, same tasks, and its interval is over the tasks. Where runs have no seed or no
    tasks in common the difference is not given, and why is said.
 """
@@ -37,6 +38,7 @@ REPETITION = (
     "samples",
     "evaluation.every",
 )
+FEW = 2  # differing keys, or runs, that a label names
 LAST_SHARE = 0.1  # "at the end": the mean of this share of the steps
 
 
@@ -103,22 +105,40 @@ def group_runs(runs: Sequence[RunData]) -> list[Group]:
     members: dict[tuple[str, ...], list[RunData]] = {}
     for run, config in zip(runs, configs, strict=True):
         members.setdefault(tuple(config.get(key, "–") for key in differing), []).append(run)
+    labels = _distinct([_label(differing, values, found) for values, found in members.items()], list(members.values()))
     return [
-        Group(_label(differing, values, number), dict(zip(differing, values, strict=True)), tuple(found))
-        for number, (values, found) in enumerate(members.items())
+        Group(label, dict(zip(differing, values, strict=True)), tuple(found))
+        for label, (values, found) in zip(labels, members.items(), strict=True)
     ]
 
 
-def _label(keys: Sequence[str], values: Sequence[str], number: int) -> str:
-    """The values that tell a group from the others: all of them where they are few, else its recipe or a letter."""
+def _label(keys: Sequence[str], values: Sequence[str], runs: Sequence[RunData]) -> str:
+    """What tells a group from the others: the values that do where they are few, else its recipe, or the names of its
+    runs."""
     pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key != "recipe"]
     recipe = dict(zip(keys, values, strict=True)).get("recipe")
     said = [f"recipe={recipe}"] if recipe else []
-    if len(pairs) <= 2:
+    if len(pairs) <= FEW:
         said += [f"{key}={value}" for key, value in pairs]
     elif not recipe:
-        said.append(f"configuration {chr(ord('A') + number % 26)}")
+        said.append(_names(runs))
     return ", ".join(said) or "all runs"
+
+
+def _names(runs: Sequence[RunData]) -> str:
+    """The names of some runs, in short."""
+    names = list(dict.fromkeys(run.name for run in runs))
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+
+
+def _distinct(labels: Sequence[str], members: Sequence[Sequence[RunData]]) -> list[str]:
+    """Labels that several groups share, told apart by the names of the runs, and by their folders where those are the
+    same."""
+    found = list(labels)
+    for more in ([_names(runs) for runs in members], [str(runs[0].path) for runs in members]):
+        again = {label for label in found if found.count(label) > 1}
+        found = [f"{label} ({add})" if label in again else label for label, add in zip(found, more, strict=True)]
+    return found
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ Invariants (``tests/report/test_plot.py`` asserts each):
 1. Every coordinate is finite and inside the plot, whatever the values (constant, huge, one point, none, NaN).
 2. Ticks are round numbers (1, 2 or 5 times a power of ten) inside the axis.
 3. What the pointer shows (``data``) are the values that are drawn, as JSON numbers or null.
+4. A heat map's darkest cell is its worst where the metric has a better direction, its largest where it has none; its
+   scale says which, and its ticks stand below steps that were logged.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.report.run_data import Resume
 from megatron_ext.report.series import Curve
+from megatron_ext.tracking.names import HIGHER, NEITHER
 
 WIDTH, HEIGHT = 480, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 26
@@ -72,6 +75,23 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Level:
+    """A dashed line across the plot."""
+
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a heat map's shades mean: the value of the ``light`` end and of the ``dark`` one, and how to read them."""
+
+    light: str
+    dark: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Plot:
     """One chart, ready to be written."""
 
@@ -82,6 +102,8 @@ class Plot:
     y_ticks: tuple[Tick, ...] = ()
     marks: tuple[Mark, ...] = ()
     cells: tuple[tuple[float, float, float, float, int, str], ...] = ()  # x, y, width, height, shade 0-9, text
+    scale: Scale | None = None
+    levels: tuple[Level, ...] = ()
     data: dict[str, Any] = field(default_factory=dict)
     stacked: bool = False
     width: int = WIDTH
@@ -136,7 +158,8 @@ def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
 
 def step_ticks(low: float, high: float) -> list[float]:
     """Ticks of the step axis: whole numbers."""
-    return [t for t in round_ticks(low, high, 6) if t == round(t)] or [low]
+    found = [t for t in round_ticks(low, high, 6) if t == round(t)] if high > low else []
+    return found or [low]
 
 
 @dataclass(frozen=True)
@@ -242,9 +265,11 @@ def line_plot(
     note: str = "",
     log: bool = False,
     share: bool = False,
+    levels: Sequence[tuple[float, str]] = (),
     resumes: Sequence[Resume] = (),
 ) -> Plot:
-    """Curves over steps."""
+    """Curves over steps. ``levels`` (value, text) are lines across; one so far from the curves that they would be flat
+    beside it is left out."""
     curves = [c for line in lines for c in (line.curve, *line.thin)]
     x_axis = step_axis(*_span(curves))
     # Bands may be far wider than what they surround (an interval over three seeds): they do not stretch the axis.
@@ -252,7 +277,9 @@ def line_plot(
         [v for line in lines for c in (line.curve, *line.thin) for v in ((c.mid,) if line.thin else (c.low, c.high))]
         or [np.zeros(0)]
     )
-    y_axis = value_axis(values[np.isfinite(values)], log=log, share=share)
+    values = values[np.isfinite(values)]
+    near = [(value, text) for value, text in levels if _near(value, values)]
+    y_axis = value_axis(np.append(values, [value for value, _ in near]), log=log, share=share)
     drawn = []
     for index, line in enumerate(lines):
         curve = line.curve
@@ -281,12 +308,24 @@ def line_plot(
         x_ticks=_x_ticks(x_axis),
         y_ticks=y_axis.drawn_ticks(),
         marks=resume_marks(resumes, x_axis),
+        levels=tuple(Level(round(float(y_axis.at(value)), 1), text) for value, text in near),
         data=_data(x_axis, lines),
     )
 
 
-def _x_ticks(axis: Axis) -> tuple[Tick, ...]:
-    return tuple(Tick(round(float(axis.at(t)), 1), number(t)) for t in step_ticks(axis.low, axis.high))
+def _near(level: float, values: NDArray[np.float64]) -> bool:
+    """Whether a level is no farther from the values than they are from each other or from 0."""
+    if not len(values) or not math.isfinite(level):
+        return False
+    low, high = float(values.min()), float(values.max())
+    reach = max(high - low, abs(low), abs(high))
+    return low - reach <= level <= high + reach
+
+
+def _x_ticks(axis: Axis, last: float | None = None) -> tuple[Tick, ...]:
+    """Round steps, none behind ``last`` (None: the axis's end)."""
+    ticks = step_ticks(axis.low, axis.high if last is None else max(last, axis.low))
+    return tuple(Tick(round(float(axis.at(t)), 1), number(t)) for t in ticks)
 
 
 def _data(axis: Axis, lines: Sequence[Line]) -> dict[str, Any]:
@@ -318,6 +357,7 @@ def stack_plot(title: str, lines: Sequence[Line], *, note: str = "", resumes: Se
     y_axis = Axis(0.0, highest * 1.05 if highest >= TINY else 1.0, float(HEIGHT - BOTTOM), float(TOP))
     # Square shoulders: a step lasts from its number to the next, so that a single slow step is not drawn as a wedge.
     x = np.repeat(np.append(steps, steps[-1:] + 1), 2)[1:-1] if len(steps) else steps
+    last = x_axis.high if len(steps) > 1 else x_axis.low
     x_axis = Axis(x_axis.low, x_axis.high + 1, x_axis.start, x_axis.end)
     drawn = []
     for index, line in enumerate(lines):
@@ -330,7 +370,7 @@ def stack_plot(title: str, lines: Sequence[Line], *, note: str = "", resumes: Se
         title=title,
         note=note,
         lines=tuple(drawn),
-        x_ticks=_x_ticks(x_axis),
+        x_ticks=_x_ticks(x_axis, last),
         y_ticks=y_axis.drawn_ticks(),
         marks=resume_marks(resumes, x_axis),
         data=_data(x_axis, lines),
@@ -338,9 +378,18 @@ def stack_plot(title: str, lines: Sequence[Line], *, note: str = "", resumes: Se
     )
 
 
-def heat_plot(title: str, rows: Sequence[Line], *, note: str = "", columns: int = 80, cells: int = 1600) -> Plot:
-    """A row a line, a column a stretch of steps, darker for larger; for many lines of one unit, such as layers. Many
-    rows leave fewer columns than ``columns``, so that there are about ``cells`` at most."""
+def heat_plot(
+    title: str,
+    rows: Sequence[Line],
+    *,
+    note: str = "",
+    better: str = NEITHER,
+    columns: int = 80,
+    cells: int = 1600,
+) -> Plot:
+    """A row a line, a column a stretch of steps; for many lines of one unit, such as layers. Darker is worse where
+    ``better`` is a direction, else larger. Many rows leave fewer columns than ``columns``, so that there are about
+    ``cells`` at most."""
     columns = max(1, min(columns, cells // max(len(rows), 1)))
     first, last = _span([row.curve for row in rows])
     x_axis = step_axis(first, last + 1)
@@ -350,6 +399,7 @@ def heat_plot(title: str, rows: Sequence[Line], *, note: str = "", columns: int 
     low = min((float(row.curve.mid.min(initial=top)) for row in rows), default=0.0)
     low = low if low > 0.5 * top and low < top else 0.0  # what is never near 0 would be one colour
     height = (HEIGHT - BOTTOM - TOP) / max(len(rows), 1)
+    worst_low = better == HIGHER
     drawn = []
     for index, row in enumerate(rows):
         at = np.clip(np.searchsorted(edges, row.curve.steps, side="right") - 1, 0, count - 1)
@@ -357,19 +407,38 @@ def heat_plot(title: str, rows: Sequence[Line], *, note: str = "", columns: int 
         for column in np.flatnonzero(sizes):
             value = float(sums[column] / sizes[column])
             x, end = (float(x_axis.at(edges[c])) for c in (column, column + 1))
-            shade = min(9, int(10 * (value - low) / (top - low))) if top > 0 else 0
-            text = f"{row.label}, step {math.ceil(edges[column])}: {number(value)}"
+            place = min(max((value - low) / (top - low), 0.0), 1.0) if top > low else 0.0
+            shade = min(9, int(10 * ((1 - place) if worst_low else place)))
+            text = f"{row.label}, {_stretch(edges[column], edges[column + 1])}: {number(value)}"
             drawn.append(
                 (round(x, 1), round(TOP + index * height, 1), round(end - x, 1), round(height, 1), shade, text)
             )
     every = max(1, math.ceil(len(rows) / 12))
     ticks = [Tick(TOP + (i + 0.5) * height, row.label) for i, row in enumerate(rows) if i % every == 0]
-    said = f"{number(low)} to {number(top)}" if rows else ""
+    ends = (number(top), number(low)) if worst_low else (number(low), number(top))
+    same = f"{number(top)} everywhere" if drawn and low == top else ""
     return Plot(
         title=title,
-        note=", ".join(n for n in (note, said) if n),
+        note=", ".join(n for n in (note, same) if n),
         lines=(),
-        x_ticks=_x_ticks(x_axis),
+        x_ticks=_cell_ticks(x_axis, rows),
         y_ticks=tuple(ticks),
         cells=tuple(drawn),
+        scale=None if same or not drawn else Scale(*ends, f"darker is {'more' if better == NEITHER else 'worse'}"),
     )
+
+
+def _stretch(edge: float, end: float) -> str:
+    """The steps of a column, from its edges."""
+    first, last = math.ceil(edge - 1e-9), math.ceil(end - 1e-9) - 1
+    return f"steps {first} to {last}" if last > first else f"step {first}"
+
+
+def _cell_ticks(axis: Axis, rows: Sequence[Line]) -> tuple[Tick, ...]:
+    """Below the middle of the column of a step, for round ones of the steps that were logged."""
+    logged = sorted({float(step) for row in rows for step in row.curve.steps})
+    if not logged:
+        return ()
+    round_ones = set(step_ticks(logged[0], logged[-1])) if len(logged) > 1 else set()
+    shown = [step for step in logged if step in round_ones] or sorted({logged[0], logged[-1]})
+    return tuple(Tick(round(float(axis.at(step + 0.5)), 1), number(step)) for step in shown)

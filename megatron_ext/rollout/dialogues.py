@@ -168,6 +168,7 @@ class Dialogues:
             field=fields,
             routed=result.routed,
             routed_from=result.routed_from,
+            rerun=result.rerun,
         )
         self._builder.add_context(session, self._codec.close_turn(ids))
         if self._compressing is None:

@@ -37,6 +37,7 @@ from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.rollout.wakeup import Wakeup
 from megatron_ext.trajectory.builder import build_group
 from megatron_ext.trajectory.record import TrajectoryBatch
+from megatron_ext.trajectory.routed_rows import RerunCounts
 from megatron_ext.trajectory.store import TrajectoryStore
 from megatron_ext.trajectory.task import Task
 
@@ -65,7 +66,7 @@ class GroupOrder:
 @dataclass(frozen=True)
 class GroupDone:
     """A finished group: its metadata (``meta.ref`` is "" when the tokens were not kept) and what the driver counted;
-    ``rewards`` is what the reward parts counted, by metric name."""
+    ``rewards`` is what the reward parts counted, by metric name; ``reruns``, of recorded routing, None without it."""
 
     lease_id: str
     meta: GroupMeta
@@ -75,6 +76,7 @@ class GroupDone:
     seconds: float
     rewards: Mapping[str, float] = field(default_factory=dict)
     sessions: SessionCounts = SessionCounts()
+    reruns: RerunCounts | None = None
 
     @property
     def group_id(self) -> str:
@@ -264,6 +266,7 @@ class Driver:
 
     def _answer(self, group: _Group, batch: TrajectoryBatch, ref: str) -> GroupDone:
         runs = [group.runs[i] for i in range(group.order.samples)]
+        reruns = sum((run.finished.reruns for run in runs if run.finished is not None), RerunCounts())
         return GroupDone(
             lease_id=group.order.lease_id,
             meta=GroupMeta.from_batch(batch, ref),
@@ -275,6 +278,7 @@ class Driver:
             seconds=time.monotonic() - group.started,
             rewards=_added(r.counts.rewards for r in runs),
             sessions=sum((r.counts.sessions for r in runs), SessionCounts()),
+            reruns=None if batch.routed is None else reruns,
         )
 
 

@@ -68,8 +68,8 @@ class DriverProcess:
     def tools(self, environment: str, timeout: float = 120.0) -> list[ToolSpec]:
         return self._call("tools", environment, timeout)
 
-    def labels(self, environment: str, timeout: float = 120.0) -> list[str]:
-        """Names of the turn labels that the environment gives."""
+    def labels(self, environment: str, timeout: float = 120.0) -> dict[str, list[str]]:
+        """The turn labels that the environment gives, and what the values of each mean."""
         return self._call("labels", environment, timeout)
 
     def corpus(self, environment: str, split: str, count: int, timeout: float = 600.0) -> list[str]:

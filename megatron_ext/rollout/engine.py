@@ -8,8 +8,9 @@ Invariants (the contract test in ``tests/rollout/test_engine_contract.py`` asser
 3. A stop id that was sampled is the last id of the result and carries its log-prob.
 4. ``versions[i]`` is the policy version that sampled token i; it never falls within a result.
 5. Random numbers are keyed by (request seed, position), so a request's tokens do not depend on what else runs.
-6. ``routed[i]`` are the experts of the forward of token ``routed_from + i`` of (input + output); the last sampled token
-   has none.
+6. ``routed[i]`` are the experts of the last forward of token ``routed_from + i`` of (input + output); the last sampled
+   token has none. When the weights changed under a request, all its tokens ran again and have rows, and ``rerun`` says
+   how many ids had been sampled before.
 7. After ``publish(..., version)`` returns, every token is sampled by those weights and says so.
 """
 
@@ -74,7 +75,8 @@ class GenerateRequest:
 @dataclass(frozen=True)
 class GenerateResult:
     """``ids`` int32 [n], ``logp`` float32 [n], ``versions`` int64 [n], ``routed`` uint8/uint16 [m, L, k] for the tokens
-    ``routed_from .. routed_from + m`` of (input + output), ending with the last token but one."""
+    ``routed_from .. routed_from + m`` of (input + output), ending with the last token but one. ``rerun``: so many of
+    the first ids were sampled before the forward that their rows are of."""
 
     request_id: str
     ids: NDArray[np.int32]
@@ -83,6 +85,7 @@ class GenerateResult:
     finish: FinishReason
     routed: NDArray[Any] | None = None
     routed_from: int = 0
+    rerun: int = 0
 
 
 class GenerationClient(Protocol):

@@ -44,6 +44,7 @@ from megatron_ext.rollout.dialogues import Dialogues, Prompt, SessionCounts
 from megatron_ext.rollout.engine import FinishReason, GenerateRequest, GenerateResult, SamplingParams
 from megatron_ext.trajectory.builder import FinishedTrajectory, TrajectoryBuilder
 from megatron_ext.trajectory.record import SessionKind, Status
+from megatron_ext.trajectory.routed_rows import Rerun
 from megatron_ext.trajectory.task import Task
 
 if TYPE_CHECKING:
@@ -61,18 +62,24 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an order samples: greedy when ``temperature`` is 0; no token ends a turn when ``ignore_stop``."""
+    """How an order samples: greedy when ``temperature`` is 0; no token ends a turn when ``ignore_stop``. ``rerun``: how
+    a turn is recorded whose prompt the engine ran again on other experts."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     record_routing: bool = False
     ignore_stop: bool = False
+    rerun: Rerun = Rerun.FIRST
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> Sampling:
         """That of training episodes."""
-        return cls(rollout.temperature, rollout.top_p, rollout.top_k, rollout.record_routing, rollout.ignore_stop)
+        # Rows that nothing replays need no segments of their own.
+        rerun = Rerun(rollout.replay_rerun) if rollout.replay_routing else Rerun.FIRST
+        return cls(
+            rollout.temperature, rollout.top_p, rollout.top_k, rollout.record_routing, rollout.ignore_stop, rerun
+        )
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,7 @@ class EpisodeRun:
     counts: EpisodeCounts = EpisodeCounts()
 
     def __post_init__(self) -> None:
-        self.builder = TrajectoryBuilder(self.episode_id, self.sample, self.harness.harness_id)
+        self.builder = TrajectoryBuilder(self.episode_id, self.sample, self.harness.harness_id, self.sampling.rerun)
         self.dialogues = Dialogues(
             self.builder, self.codec, self.harness, max_context=self.limits.max_context, least=self.least
         )

@@ -5,9 +5,11 @@ Invariants (``tests/tracking/test_contract.py`` and ``test_console.py`` assert e
 1. On a terminal one block is redrawn in place: the phase with its bar, and a line of the last step's figures. Finished
    steps stay above it as one line each.
 2. Without a terminal there is one line a step and one a phase that lasts longer than a step's (warm start, evaluation),
-   and no control codes.
+   and no control codes. A model with experts has a second line a step, of what its routers did.
 3. The remaining time is the mean duration of the steps seen since the start, times the steps that are left.
 4. What went wrong in a step without ending the run is one more line, a warning.
+5. A step that trained nothing says so in its line, with how its groups came out.
+6. What is said of a phase that goes on (a name of several words) is a line of its own, and the phase goes on.
 """
 
 from __future__ import annotations
@@ -32,14 +34,29 @@ FIGURES = (
     ("progress/tokens_per_s", "tok/s", "{:.0f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
     ("train/grad_norm", "grad", "{:.2f}"),
-    ("moe/load_cv", "load CV", "{:.2f}"),
-    ("moe/cold_fraction", "cold", "{:.2f}"),
-    ("moe/token_jaccard", "Jaccard", "{:.2f}"),
-    ("moe/op_mi", "op MI", "{:.3f}"),
-    ("moe/disagreement", "rerouted", "{:.3f}"),
     ("warm_start/loss", "loss", "{:.3f}"),
     ("warm_start/success", "success", "{:.3f}"),
     ("time/step", "s", "{:.1f}"),
+)
+# The second line of a step, of a model with experts.
+EXPERTS = (
+    ("moe/load_cv", "load CV", "{:.2f}"),
+    ("moe/load_peak", "peak", "{:.2f}"),
+    ("moe/cold_fraction", "cold", "{:.2f}"),
+    ("moe/load_entropy", "load entropy", "{:.3f}"),
+    ("moe/token_jaccard", "Jaccard", "{:.2f}"),
+    ("moe/op_mi", "op MI", "{:.3f}"),
+    ("moe/disagreement", "rerouted", "{:.3f}"),
+    ("moe/replayed_share", "replayed", "{:.3f}"),
+    ("moe/router_change", "routers moved", "{:.2g}"),
+)
+GATE, GATE_ENTROPY = "moe/gate", "moe/gate_entropy"
+KEPT = "filter/groups_kept"
+# Why a group was not kept: metric, how to say it.
+DROPPED = (
+    ("filter/groups_all_failure", "always failed"),
+    ("filter/groups_all_success", "always succeeded"),
+    ("filter/groups_untrainable", "had fewer than two trajectories to train on"),
 )
 # What went wrong in a step without ending the run, as one line behind its figures: metric, or a family of them, and
 # how to say it. Counts of 0 are left out.
@@ -57,6 +74,23 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def nothing_trained(metrics: Mapping[str, float]) -> list[str]:
+    """What the line of a step says first that kept no group; empty for any other."""
+    if metrics.get(KEPT) != 0:
+        return []
+    why = [f"{metrics[name]:.0f} {said}" for name, said in DROPPED if metrics.get(name)]
+    return ["no group kept, nothing trained" + (f" ({', '.join(why)})" if why else "")]
+
+
+def of_experts(metrics: Mapping[str, float]) -> list[str]:
+    """The figures of a step's second line; empty where nothing was routed."""
+    figures = [f"{label} {shape.format(metrics[name])}" for name, label, shape in EXPERTS if name in metrics]
+    if GATE in metrics:
+        entropy = f" at entropy {metrics[GATE_ENTROPY]:.3f}" if GATE_ENTROPY in metrics else ""
+        figures.append(f"gate {'open' if metrics[GATE] else 'closed'}{entropy}")
+    return figures
 
 
 class ConsoleTracker:
@@ -88,6 +122,8 @@ class ConsoleTracker:
         self._steps = int(config["run"]["steps"])
         resumed = "" if resumed_from is None else f", resumed from step {resumed_from}"
         self._say(f"run {run_dir}{resumed}")
+        if config.get("routers"):  # a model without experts has none
+            self._say(f"routers: {config['routers']}")
         self._first = None if resumed_from is None else (resumed_from, self._clock())
         if self._console.is_terminal:
             self._progress = Progress(
@@ -103,6 +139,9 @@ class ConsoleTracker:
             self._live.start()
 
     def phase(self, name: str, total: int | None = None) -> None:
+        if " " in name:
+            self._say(name)
+            return
         self._phase, self._total = name, total
         if self._first is None and name == "rollout":
             self._first = (0, self._clock())
@@ -129,9 +168,11 @@ class ConsoleTracker:
             for name, value in metrics.items()
             if name.startswith("eval/") and name.endswith(("greedy_pass1", "sampled_pass1"))
         ]
-        if not figures:
-            return
-        self._say("  ".join([f"step {step}/{self._steps}", *figures, *self._remaining(step)]))
+        at = f"step {step}/{self._steps}"
+        if figures := [*nothing_trained(metrics), *figures]:
+            self._say("  ".join([at, *figures, *self._remaining(step)]))
+        if experts := of_experts(metrics):
+            self._say("  ".join([at, "experts:", *experts]))
         troubles = [
             say.format(name=name.removeprefix(metric), count=value)
             for metric, say in WARNINGS
@@ -146,7 +187,9 @@ class ConsoleTracker:
             self._live.stop()
         self._live = self._progress = self._task = None
         shown = [
-            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in summary.items()
+            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in summary.items()
+            if key != "hint" and value not in (None, "")
         ]
         if shown:  # without a result the run failed, and the error is told by whom it reaches
             self._say("finished: " + ", ".join(shown))

@@ -98,7 +98,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("filter/draw_limit_hit", COUNT, "1 when the draw limit ended the refill of a step", LOWER),
     Metric("filter/kept_fraction", SHARE, "groups kept of those drawn", HIGHER),
     # Training step.
-    Metric("train/loss", "loss", "loss of the optimizer step"),
+    Metric("train/loss", "loss", "loss of the optimizer step: its loss terms together, routing losses not among them"),
     Metric("train/loss/<term>", "loss", "one term of the loss, before its coefficient"),
     Metric("train/aux_loss", "loss", "load-balancing loss of the router"),
     Metric("train/grad_norm", "norm", "global gradient norm before clipping"),
@@ -190,12 +190,26 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("moe/turn_mi_after", NATS, "moe/turn_mi of the same batch after its update"),
     Metric("moe/mi_linear_error", NATS, "moe/turn_mi_after minus what the linearised loss took it for"),
+    Metric("moe/loss/<name>", "loss", "a routing loss as it is optimized: by its coefficient, 0 at a closed gate"),
+    Metric("moe/own/<name>", "of the loss", "another number of a routing loss, described where the loss is"),
     Metric("moe/labelled_turns", COUNT, "turns with an operation, in the field that has most"),
     Metric("moe/unlabelled_batch", COUNT, "1 when no turn of the step has an operation, else 0", LOWER),
     Metric("moe/token_loss", NATS, "-log probability on the experts of the token before, mean over pairs"),
     Metric("moe/pulled_fraction", SHARE, "adjacent tokens that are pulled together"),
-    Metric("moe/replayed_share", SHARE, "tokens of the update's forward that ran the experts recorded in rollout"),
+    Metric(
+        "moe/router_change",
+        "ratio",
+        "distance of router weights and expert biases from those that RL started from, over their norm; 0: none moved",
+    ),
+    Metric(
+        "moe/replayed_share",
+        SHARE,
+        "tokens of the update's forward that ran the experts recorded in rollout; the rest are the last sampled token "
+        "of a segment and what an environment said last: nothing was generated from them, so nothing was recorded",
+    ),
     Metric("moe/replay_missing", SHARE, "tokens that needed recorded experts and had none (routers chose)", LOWER),
+    Metric("moe/replay_reruns", COUNT, "tokens that the engine ran again on other experts than recorded before", LOWER),
+    Metric("moe/replay_displaced", COUNT, "sampled tokens behind experts of another forward than sampled them", LOWER),
     Metric(
         "moe/layer/<layer>/load_cv", "ratio", "coefficient of variation of the tokens per expert of one layer", LOWER
     ),

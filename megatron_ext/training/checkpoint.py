@@ -48,10 +48,12 @@ __all__ = [
 @dataclass(frozen=True)
 class Restored:
     """What ``load`` gives back: the ``states`` that were saved, the ``reference`` weights (None where there were none),
-    and whether this rank's random state was restored, which needs the layout that wrote it."""
+    ``router_start`` (empty where there was none), and whether this rank's random state was restored, which needs the
+    layout that wrote it."""
 
     states: Mapping[str, Any]
     reference: list[torch.Tensor] | None
+    router_start: Mapping[str, torch.Tensor]
     random: bool
 
 
@@ -76,10 +78,11 @@ def load(info: CheckpointInfo, recipe: str, trainer: Trainer) -> Restored:
     sharded.load_model(info.folder, trainer.chunks)
     sharded.load_optimizer(info.folder, trainer.optimizer, sharded.model_state(trainer.chunks), facts)
     reference = sharded.load_reference(info.folder, trainer.chunks) if shared["reference"] else None
+    router_start = sharded.load_router_start(info.folder, trainer.chunks)
     same = info.world == context.world_size and dict(info.parallel) == asdict(context.config)
     if same:
         restore_random_state(read_payload(info.folder / rank_file(context.rank))["random"])
-    return Restored(shared["states"], reference, same)
+    return Restored(shared["states"], reference, router_start, same)
 
 
 def load_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_ext.models import cpu_platform
 from megatron_ext.models.forward import unwrap
+from megatron_ext.moe.policies import router_parameters
 from megatron_ext.training.checkpoint_files import CheckpointError
 
 cpu_platform.install()
@@ -114,12 +115,28 @@ def load_reference(folder: Path, chunks: Sequence[torch.nn.Module]) -> list[torc
     return values
 
 
+def router_state(
+    chunks: Sequence[torch.nn.Module], model: State, values: Mapping[str, torch.Tensor]
+) -> dict[str, Piece]:
+    """Other values of the model's routers (``moe.policies.router_parameters``), in the model's pieces."""
+    pieces = _by_parameter(model)
+    return {name: _piece(pieces[id(p)], "router_start", values[name]) for name, p in router_parameters(chunks)}
+
+
+def load_router_start(folder: Path, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """The values that ``router_state`` described; empty where the checkpoint holds none."""
+    if not any(key.startswith("router_start.") for key in dist_checkpointing.load_tensors_metadata(str(folder))):
+        return {}
+    values = {name: torch.empty_like(p, requires_grad=False) for name, p in router_parameters(chunks)}
+    return dict(_load(folder, {"router_start": router_state(chunks, model_state(chunks), values)})["router_start"])
+
+
 def check_keys(folder: Path, model: State) -> None:
     """Raises ``CheckpointError`` unless the checkpoint holds exactly the model's tensors, in their shapes."""
     saved = {
         key: tuple(piece.global_shape)
         for key, piece in dist_checkpointing.load_tensors_metadata(str(folder)).items()
-        if not key.startswith(("optimizer.", "reference."))
+        if not key.startswith(("optimizer.", "reference.", "router_start."))
     }
     own = {piece.key: tuple(piece.global_shape) for piece in _tensors(load_preprocess(model)[0])}
     every: list[set[str]] = [set(own)]

@@ -47,13 +47,15 @@ def rank_file(rank: int) -> str:
 @dataclass(frozen=True)
 class SaveRequest:
     """What to save. ``states`` are torch-saveable ``state_dict`` results by name, those of rank 0 count; ``reference``
-    other weights of the model; ``score`` the metric by which the best checkpoint is kept; ``keep`` the last ones (0:
-    all) and ``best`` which scores are better (None: no best one is kept)."""
+    other weights of the model, ``router_start`` other values of its routers (``training.router_change``); ``score`` the
+    metric by which the best checkpoint is kept; ``keep`` the last ones (0: all) and ``best`` which scores are better
+    (None: no best one is kept)."""
 
     step: int
     recipe: str
     states: Mapping[str, Any]
     reference: Sequence[torch.Tensor] | None = None
+    router_start: Mapping[str, torch.Tensor] = field(default_factory=dict)
     score: float | None = None
     keep: int = 0
     best: Literal["higher", "lower"] | None = None
@@ -107,6 +109,8 @@ class SaveJob:
         state: dict[str, Any] = {**model, "optimizer": sharded.optimizer_state(trainer.optimizer, model, facts)}
         if request.reference is not None:
             state["reference"] = sharded.reference_state(trainer.chunks, model, request.reference)
+        if request.router_start:
+            state["router_start"] = sharded.router_state(trainer.chunks, model, request.router_start)
         shared = {"optimizer": asdict(facts), "reference": request.reference is not None, "states": request.states}
         self._blobs = {rank_file(self._rank): _bytes({"random": random_state()})}
         if self._rank == 0:

@@ -1,7 +1,8 @@
 """The weights that RL starts from: of a supervised warm start, kept by everything that decides it.
 
 A file holds the weights of one place in the model-parallel layout, so that any number of data-parallel ranks share it.
-Rank 0 plays (demonstrations, the gate) and writes reports; all ranks train.
+Rank 0 plays (demonstrations, the gate) and writes reports; all ranks train. One that is stopped goes on where it was
+kept last (``training.warm_start_progress``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron_ext.rollout.demonstrations import demonstration_batch
 from megatron_ext.rollout.driver_process import DriverProcess
 from megatron_ext.rollout.engine import EngineControl
 from megatron_ext.tracking.composite import TrackerSet
+from megatron_ext.tracking.jsonl import read_metrics
 from megatron_ext.training import checkpoint
 from megatron_ext.training.evaluate import evaluate
 from megatron_ext.training.folder import RunFolder
@@ -33,8 +35,11 @@ from megatron_ext.training.ranks import Ranks
 from megatron_ext.training.session import TrainerBuilder, warm_start_folder
 from megatron_ext.training.warm_start import WarmStartReport, run_warm_start
 from megatron_ext.training.warm_start_key import warm_start_seed
+from megatron_ext.training.warm_start_progress import Progress, forget
 from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.task import Task
+
+GATES = "warm_start.jsonl"  # in the run's logs: each look at the gate
 
 
 @dataclass
@@ -78,10 +83,24 @@ def first_weights(
     there = ranks.gather((here, weights.exists()), "look for its first weights")
     if ranks.led(lambda: there is not None and all(found for _, found in there)):
         if ranks.leads:
+            forget(folder.path)
             (folder.path / "warm_start.json").write_text((root / "report.json").read_text())
         return weights
     seed = warm_start_seed(config)
     trainer = builder.build(warm.optimizer, aux_loss_coefficient=warm.aux_loss_coefficient, seed=seed)
+    progress = Progress(
+        folder.path,
+        config.recipe,
+        trainer,
+        ranks,
+        minutes=config.checkpoint.warm_start_minutes,
+        asynchronous=config.checkpoint.asynchronous,
+    )
+    begin = progress.resume()
+    if begin.step:
+        tracker.phase(f"warm start: goes on from its step {begin.step}")
+    if ranks.leads:
+        _drop_gates(folder.logs / GATES, begin.step)
     ranks.doing("warm_start")
 
     def check() -> None:
@@ -103,20 +122,21 @@ def first_weights(
     last: list[float] = []
 
     def on_step(step: int, total: int, loss: float) -> None:
-        ranks.led(flag.check)
         last.append(loss)
-        if step == 1:
+        if len(last) == 1:
             tracker.phase("warm_start", total)
+        progress.note(step, loss)
+        ranks.led(flag.check)
         if step % 10 == 0:
             tracker.advance(step, f"loss {sum(last[-10:]) / len(last[-10:]):.3f}")
 
     def on_gate(step: int, loss: float, success: float) -> None:
         tracker.phase(f"warm start, step {step}: loss {loss:.3f}, dev success {success:.3f}")
         if ranks.leads:
-            with (folder.logs / "warm_start.jsonl").open("a") as log:
+            with (folder.logs / GATES).open("a") as log:
                 log.write(json.dumps({"step": step, "loss": loss, "dev_success": success}) + "\n")
 
-    with clock("warm_start"):
+    with clock("warm_start"), progress:
         demos = [] if players is None else _demonstrations(config, players)
         batch = ranks.tell(None if players is None else _as_batch(config, players, demos))
         assert batch is not None
@@ -129,6 +149,7 @@ def first_weights(
             gate=gate,
             on_step=on_step,
             on_gate=on_gate,
+            begin=begin,
         )
     # The weights come last: where they are, the report is (runs that share a cache look for them at any time).
     if ranks.leads:
@@ -144,7 +165,16 @@ def first_weights(
     if places.index(here) == ranks.rank:  # the first of those that hold the same
         checkpoint.save_weights(weights, trainer.chunks)
     ranks.meet("keep its first weights")
+    if ranks.leads:
+        forget(folder.path)
     return weights
+
+
+def _drop_gates(path: Path, step: int) -> None:
+    """Removes the looks at the gate that are taken again when the warm start goes on from ``step``."""
+    if path.exists():
+        kept = [row for row in read_metrics(path) if row["step"] < step]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _demonstrations(config: Config, players: Players) -> list[Demonstration]:

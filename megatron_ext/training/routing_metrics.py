@@ -30,7 +30,6 @@ from megatron_ext.training.scores import TokenScores
 from megatron_ext.trajectory.record import Field, TrajectoryBatch
 
 FILE_NAME = "routing.jsonl"
-OPERATION = "op"  # the turn label that operation metrics read, where turns have it
 FIELDS = (Field.THINKING, Field.TOOL_USE)
 
 
@@ -40,17 +39,19 @@ def step_routing(
     num_experts: int,
     layers: Sequence[int],
     *,
+    label: str,
     replayed: bool = False,
     gather: Gather = alone,
 ) -> RoutingSums | None:
     """What the step's routers chose; ``batch`` and ``scores`` are this rank's part. None for scores without experts.
 
-    ``layers`` are the numbers of the model's MoE layers. With ``replayed`` the load is that of the recorded experts,
-    where there are any: they ran, and the scores say what routers would have chosen.
+    ``layers`` are the numbers of the model's MoE layers, ``label`` the turn label that holds the operation. With
+    ``replayed`` the load is that of the recorded experts, where there are any: they ran, and the scores say what
+    routers would have chosen.
     """
     if scores.experts is None or scores.routed is None:
         return None
-    return reduce(add, gather(_sums(batch, scores.experts, scores.routed, num_experts, layers, replayed)))
+    return reduce(add, gather(_sums(batch, scores.experts, scores.routed, num_experts, layers, label, replayed)))
 
 
 def _sums(
@@ -59,6 +60,7 @@ def _sums(
     routed: NDArray[np.bool_],
     num_experts: int,
     layers: Sequence[int],
+    label: str,
     replayed: bool,
 ) -> RoutingSums:
     used, flips, flipped, compared = chosen, np.zeros(len(layers), dtype=np.int64), 0, 0
@@ -70,11 +72,11 @@ def _sums(
             used = np.where(batch.routed_valid[:, None, None], batch.routed, chosen)
     adjacent = np.flatnonzero(pairs(batch) & routed)
     adjacent = adjacent[routed[adjacent - 1]]
-    labels = batch.turn_labels.get(OPERATION)
+    labels = batch.turn_labels.get(label)
     operations = 0 if labels is None else int(labels.max(initial=-1)) + 1
     sums, units = np.zeros((len(layers), len(FIELDS), 0, num_experts)), np.zeros((len(FIELDS), 0))
     if operations:
-        structure = token_structure(batch, FIELDS, OPERATION, operations)
+        structure = token_structure(batch, FIELDS, label, operations)
         cell = np.where(routed, structure.cell, -1)
         cells = len(FIELDS) * operations
         sums = operation_sums(used, num_experts, cell, structure.share, cells)

@@ -27,22 +27,27 @@ from megatron_ext.config.saved import as_tree
 from megatron_ext.config.schema import Config
 from megatron_ext.models import cpu_platform
 from megatron_ext.models.backends import ResolvedBackend, resolve_backend
+from megatron_ext.models.hf_config import load_hf_config
+from megatron_ext.moe.describe import routers_line
 from megatron_ext.tracking.composite import TrackerSet
 from megatron_ext.training import checkpoint, deterministic
 from megatron_ext.training.evaluate import load_result, save_result
 from megatron_ext.training.evaluation import EvalResult
 from megatron_ext.training.folder import RunFolder, open_folder
+from megatron_ext.training.idle_steps import IdleSteps
 from megatron_ext.training.interrupt import Interrupted, InterruptFlag
 from megatron_ext.training.loop import train_loop
 from megatron_ext.training.ranks import Ranks, joined
 from megatron_ext.training.run_state import Run
 from megatron_ext.training.set_up import set_up
+from megatron_ext.training.warm_start_progress import unfinished_steps
 
 
 @dataclass(frozen=True)
 class RunResult:
     """What ``train`` returns. ``success_*`` is greedy pass@1 on the held-out tasks; None where it was not evaluated.
-    ``report`` is the page that shows the run, on rank 0."""
+    ``idle_steps`` is how many of the steps trained nothing, and ``hint`` what helps (empty: nothing is amiss).
+    ``kept`` says what the folder holds of an interrupted run. ``report`` is the page that shows the run, on rank 0."""
 
     success_before: float | None
     success_after: float | None
@@ -50,6 +55,9 @@ class RunResult:
     seconds: float
     run_dir: Path
     interrupted: bool
+    idle_steps: int = 0
+    hint: str = ""
+    kept: str = ""
     report: Path | None = None
 
 
@@ -91,7 +99,8 @@ def _train(config: Config, backend: ResolvedBackend, ranks: Ranks) -> RunResult:
         stack.callback(tracker.finish, summary)  # before the start: one that fails leaves others to finish
         found = ranks.led(lambda: checkpoint.list_checkpoints(folder.checkpoints))
         resumed_from = found[-1].step if found else None
-        tracker.start(folder.path, {**as_tree(config), "provenance": folder.provenance}, resumed_from)
+        facts = {"provenance": folder.provenance, "routers": _routers(config)}
+        tracker.start(folder.path, {**as_tree(config), **facts}, resumed_from)
         stack.enter_context(deterministic.exact(config.run.deterministic, backend))
         flag = InterruptFlag()
         stack.enter_context(flag)
@@ -115,19 +124,39 @@ def _train(config: Config, backend: ResolvedBackend, ranks: Ranks) -> RunResult:
             if run is not None and run.step > 0:
                 run.finish_saving()
         before = ranks.led(lambda: _load_before(folder))
+        step = (resumed_from or 0) if run is None else run.step
+        idle = IdleSteps(0, 0) if run is None else run.idle_steps()
         result = RunResult(
             success_before=None if before is None else float(before.greedy.mean()),
             success_after=None if after is None else float(after.greedy.mean()),
-            steps=0 if run is None else run.step,
+            steps=step,
             seconds=time.monotonic() - began,
             run_dir=folder.path,
             interrupted=interrupted,
+            idle_steps=idle.idle,
+            hint=idle.hint(),
+            kept=_kept(folder, step) if interrupted else "",
         )
         summary |= {**dataclasses.asdict(result), "run_dir": str(folder.path)}
         del summary["report"]  # not written yet
         if ranks.leads:
             folder.write_json("result.json", summary)
         return result
+
+
+def _routers(config: Config) -> str:
+    """What happens to the routers, in a line; empty for a model without experts."""
+    return routers_line(config) if any(load_hf_config(config.model.hf_config).moe_pattern) else ""
+
+
+def _kept(folder: RunFolder, step: int) -> str:
+    """What an interrupted run goes on from."""
+    if step:
+        return f"saved at step {step}"
+    warm = unfinished_steps(folder.path)
+    if warm:
+        return f"its warm start is saved at step {warm}"
+    return "its warm start is kept" if (folder.path / "warm_start.json").exists() else "nothing was trained yet"
 
 
 def _open_folder(config: Config, ranks: Ranks, stack: ExitStack) -> RunFolder:

@@ -35,12 +35,14 @@ from megatron_ext.training.checkpoint import CheckpointError, SaveRequest
 from megatron_ext.training.collect import Collector, StepGroups, take
 from megatron_ext.training.evaluate import evaluate
 from megatron_ext.training.evaluation import EvalResult
+from megatron_ext.training.idle_steps import IdleSteps, idle_steps
 from megatron_ext.training.interrupt import InterruptFlag
 from megatron_ext.training.kept_step import KeptStep
 from megatron_ext.training.learner import Learner
 from megatron_ext.training.memory import memory_metrics, resident_bytes
 from megatron_ext.training.profiling import StepProfiler
 from megatron_ext.training.publish import publish
+from megatron_ext.training.router_change import RouterStart, router_change
 from megatron_ext.training.sample_parts import joined_parts, part_of
 from megatron_ext.training.scores import TokenScores
 from megatron_ext.training.throughput import speed_metrics
@@ -73,6 +75,7 @@ class Run(Learner):
     store: TrajectoryStore
     flag: InterruptFlag
     started: float
+    router_start: RouterStart = field(default_factory=dict)  # what RL's routers began as
     profiler: StepProfiler = field(default_factory=StepProfiler)
     peak: float | None = None  # FLOP/s of all ranks, where it was measured
     resumed: dict[int, int] = field(default_factory=dict)  # incarnation -> optimizer step it went on from
@@ -164,6 +167,10 @@ class Run(Learner):
         self.step += 1
         self._measured = {}
 
+    def idle_steps(self) -> IdleSteps:
+        """The steps so far that trained nothing."""
+        return self.led(lambda lead: idle_steps(lead.coordinator.state, self.step))
+
     # -- weights, evaluation, checkpoints --------------------------------------------------------------------------
     def publish(self) -> None:
         publish(None if self.lead is None else self.lead.engine, self.trainer.chunks, self.hf, self.version)
@@ -202,11 +209,12 @@ class Run(Learner):
     def log(self, metrics: Mapping[str, float]) -> None:
         passes = sum(self.gather(self.trainer.take_passes()), Passes())
         speed = speed_metrics(self.hf, passes, self.clock, metrics, self.peak)
+        moved = router_change(self.trainer.chunks, self.router_start, self.trainer.context)
         self._measured |= metrics
         engine = 0 if self.lead is None else sum(map(resident_bytes, self.lead.engine.pids()))
         memory = memory_metrics(self.trainer.context.device, engine, self.gather)
         spent = {**self.clock.take(), "progress/minutes": self.seconds() / 60}
-        self.tracker.log(self.step, {**metrics, **speed, **memory, **spent})
+        self.tracker.log(self.step, {**metrics, **moved, **speed, **memory, **spent})
 
     def checkpoint_due(self) -> bool:
         every = self.config.checkpoint.every
@@ -236,6 +244,7 @@ class Run(Learner):
             recipe=config.recipe,
             states=states,
             reference=self.reference,
+            router_start=self.router_start,
             score=self._measured.get(best),
             keep=config.checkpoint.keep,
             best=None if not best else "lower" if lookup(best).better == LOWER else "higher",

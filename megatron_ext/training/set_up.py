@@ -40,6 +40,7 @@ from megatron_ext.training.interrupt import InterruptFlag
 from megatron_ext.training.phases import Phases
 from megatron_ext.training.profiling import StepProfiler
 from megatron_ext.training.ranks import Ranks, gather_over
+from megatron_ext.training.router_change import router_start
 from megatron_ext.training.routing_metrics import RoutingLog
 from megatron_ext.training.run_state import Lead, Run
 from megatron_ext.training.session import TrainerBuilder, credit_pipeline, driver_spec, loss_terms, start_engine
@@ -107,6 +108,7 @@ def set_up(
         _continue_from(run, found[-1])
     else:
         run.incarnation = run.led(lambda lead: _open_journal(run, lead, 0, 0))
+        run.router_start = router_start(trainer.chunks)
         run.resumed = {run.incarnation: 0}  # an earlier one may have trained and saved nothing
         if needs_reference(run.terms) or run.pipeline.needs_reference:
             run.reference = trainer.snapshot()
@@ -211,6 +213,7 @@ def _continue_from(run: Run, info: checkpoint.CheckpointInfo) -> None:
     run.step, run.updates = info.step, int(states["updates"])
     run.seconds_before = float(states["seconds"])
     run.reference = restored.reference
+    run.router_start = restored.router_start
     run.pipeline.load_state_dict(states["edits"])
     run.trainer.router.load_state_dict(states["router"])
     if run.lead is not None:

@@ -27,6 +27,7 @@ from megatron_ext.training.ranks import Gather, alone
 from megatron_ext.training.scores import TokenScores
 from megatron_ext.training.trainer import UpdateResult
 from megatron_ext.trajectory.record import Status, TrajectoryBatch
+from megatron_ext.trajectory.routed_rows import RerunCounts
 from megatron_ext.trajectory.rows import Rows
 
 LABEL = "judge/label/"
@@ -89,7 +90,7 @@ def rollout_metrics(groups: StepGroups, seconds: float, gather: Gather = alone) 
             "reward/max": float(rewards[counted].max()),
             "reward/success": float(success[counted].mean()),
         }
-    metrics |= _judging(groups.drawn) | _sessions(groups.drawn)
+    metrics |= _judging(groups.drawn) | _sessions(groups.drawn) | _reruns(groups.drawn)
     if groups.batch is not None:
         metrics |= _reward_parts(groups.batch, gather)
     return metrics
@@ -125,6 +126,14 @@ def _sessions(drawn: Sequence[GroupDone]) -> dict[str, float]:
         "rollout/summaries_retokenised": float(counts.retokenised),
         "rollout/summaries_empty": float(counts.empty),
     }
+
+
+def _reruns(drawn: Sequence[GroupDone]) -> dict[str, float]:
+    """Recorded routing that the engine gave again and differently, in the trajectories that this process generated."""
+    counts = [group.reruns for group in drawn if group.reruns is not None]
+    total = sum(counts, RerunCounts())
+    found = {"moe/replay_reruns": float(total.positions), "moe/replay_displaced": float(total.displaced)}
+    return found if counts else {}
 
 
 def _judging(drawn: Sequence[GroupDone]) -> dict[str, float]:

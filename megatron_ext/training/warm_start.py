@@ -27,6 +27,14 @@ from megatron_ext.trajectory.rows import Rows, make_rows
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where a warm start stands: optimizer steps made, and the loss of the last one (0 before the first)."""
+
+    step: int = 0
+    loss: float = 0.0
+
+
+@dataclass(frozen=True)
 class WarmStartReport:
     steps: int
     epochs: float
@@ -59,10 +67,12 @@ def run_warm_start(
     gate: Callable[[], float],
     on_step: Callable[[int, int, float], None],
     on_gate: Callable[[int, float, float], None],
+    begin: Position | None = None,
 ) -> WarmStartReport:
     """Trains on ``batch`` until the gate or ``max_epochs``. ``gate`` returns greedy dev success under the current
     weights, the same on every rank; ``on_step(step, total, loss)`` is called after each optimizer step and may raise to
-    interrupt (on every rank), ``on_gate(step, loss, success)`` after each look at the gate."""
+    interrupt (on every rank), ``on_gate(step, loss, success)`` after each look at the gate. ``begin`` is where
+    ``trainer`` stands already: after that step, before its look at the gate."""
     rows = make_rows(batch)
     lengths = rows.lengths
     per_epoch = math.ceil(len(lengths) / config.trajectories_per_step)
@@ -74,33 +84,35 @@ def run_warm_start(
     zeros = torch.zeros(batch.num_tokens, device=device)
     every_action, every_value = (torch.from_numpy(a.copy()).to(device) for a in (batch.loss_mask, raw))
     terms = {"nll": NegativeLogLikelihood()}
-    step, loss, success = 0, 0.0, 0.0
-    while step < total:
-        epoch = step // per_epoch
-        order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
-        for begin in range(0, len(order), config.trajectories_per_step):
-            members = order[begin : begin + config.trajectories_per_step]
-            micro = rank_microbatches(
-                batch, rows, trainer.context, cap=tokens_per_microbatch, members=members, select=select
-            )
-            weight = torch.zeros_like(zeros)
-            tokens = torch.cat([mb.token for mb in micro])
-            action, values = every_action[tokens], every_value[tokens]
-            # Actions and observations are normalised apart: the weight of one does not depend on the other's number.
-            actions, others = counts[members].sum(axis=0).clip(min=1).tolist()
-            weight[tokens] = torch.where(action, values / actions, values / others)
-            inputs = TokenInputs(zeros, zeros, zeros, weight)
-            result = trainer.update(micro, inputs, terms, learning_rate(config.optimizer, step, total))
-            step, loss = step + 1, result.loss
-            on_step(step, total, loss)
-            due = step % config.gate_every == 0 and step >= config.min_epochs * per_epoch
-            if config.target_success and due:
-                success = gate()
-                on_gate(step, loss, success)
-                if success >= config.target_success:
-                    return WarmStartReport(step, step / per_epoch, loss, success, gate_met=True)
-            if step >= total:
-                break
+    position = begin or Position()
+    step, loss = position.step, position.loss
+    order = np.empty(0, dtype=np.int64)
+    while True:
+        due = step > 0 and step % config.gate_every == 0 and step >= config.min_epochs * per_epoch
+        if config.target_success and due:
+            success = gate()
+            on_gate(step, loss, success)
+            if success >= config.target_success:
+                return WarmStartReport(step, step / per_epoch, loss, success, gate_met=True)
+        if step >= total:
+            break
+        epoch, within = divmod(step, per_epoch)
+        if within == 0 or not len(order):
+            order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
+        members = order[within * config.trajectories_per_step :][: config.trajectories_per_step]
+        micro = rank_microbatches(
+            batch, rows, trainer.context, cap=tokens_per_microbatch, members=members, select=select
+        )
+        weight = torch.zeros_like(zeros)
+        tokens = torch.cat([mb.token for mb in micro])
+        action, values = every_action[tokens], every_value[tokens]
+        # Actions and observations are normalised apart: the weight of one does not depend on the other's number.
+        actions, others = counts[members].sum(axis=0).clip(min=1).tolist()
+        weight[tokens] = torch.where(action, values / actions, values / others)
+        inputs = TokenInputs(zeros, zeros, zeros, weight)
+        result = trainer.update(micro, inputs, terms, learning_rate(config.optimizer, step, total))
+        step, loss = step + 1, result.loss
+        on_step(step, total, loss)
     success = gate()
     on_gate(step, loss, success)
     met = config.target_success > 0 and success >= config.target_success

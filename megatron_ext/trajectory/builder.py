@@ -8,7 +8,11 @@ Invariants (``tests/trajectory/test_builder.py`` asserts each):
 4. A trajectory whose status is untrainable keeps tokens, log-probs and versions; only its loss mask is zero.
 5. Tokens repeated by ``rewrite`` are context: mask 0, turn -1.
 6. ``routed`` rows stand at their position in the segment, prompt tokens included; the first row given for a position
-   stays, because that forward is the one that sampled the token after it.
+   stays, because that forward is the one that sampled the token after it. Where an engine ran the prompt of a model
+   turn again on other experts (it lost its cache, or the weights changed), the turn stands on those:
+   ``Rerun.SEGMENT`` puts it into a new segment, whose repeated prompt is context, and every token replays the forward
+   that sampled it; ``Rerun.FIRST`` keeps one segment and the first rows. A turn is never cut: what resumes one keeps
+   the first rows. Both count (``FinishedTrajectory.reruns``); experts that are the same change nothing.
 7. Segments of one session may grow in turns (``reopen``), as the calls of parallel agents come: turn numbers follow the
    order of adding, the layout keeps every segment together.
 
@@ -27,13 +31,16 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_ext.trajectory.growing import Segment, Session, Turn, flat
 from megatron_ext.trajectory.joining import joined
 from megatron_ext.trajectory.record import Array, Field, Ragged, RecordError, Role, SessionKind, Status, TrajectoryBatch
+from megatron_ext.trajectory.routed_rows import Rerun, RerunCounts
 
 
 @dataclass(frozen=True)
 class FinishedTrajectory:
-    """One finished trajectory: a batch of one, whose group is not named yet; it is validated with its group."""
+    """One finished trajectory: a batch of one, whose group is not named yet; it is validated with its group.
+    ``reruns``: routing that was recorded again, and differently."""
 
     batch: TrajectoryBatch
+    reruns: RerunCounts = RerunCounts()
 
     @property
     def trajectory_id(self) -> str:
@@ -55,10 +62,11 @@ class FinishedTrajectory:
 class TrajectoryBuilder:
     """The record of one rollout, added to as the episode goes. Errors are ``RecordError`` and name the trajectory."""
 
-    def __init__(self, trajectory_id: str, sample: int, harness_id: str) -> None:
+    def __init__(self, trajectory_id: str, sample: int, harness_id: str, rerun: Rerun = Rerun.FIRST) -> None:
         self.trajectory_id = trajectory_id
         self.sample = sample
         self.harness_id = harness_id
+        self.rerun = rerun
         self._sessions: list[Session] = []
         self._turns: list[Turn] = []
         self._labels: dict[str, dict[int, int]] = {}
@@ -114,12 +122,14 @@ class TrajectoryBuilder:
         field: Field | ArrayLike = Field.OTHER,
         routed: Array | None = None,
         routed_from: int | None = None,
+        rerun: int = 0,
     ) -> int:
         """A turn that the model sampled after ``prompt_ids``. Returns the turn's number.
 
         ``ids`` [n], ``logp`` [n] (nats, <= 0), ``versions`` [n] packed; ``field`` one ``Field`` or [n]. ``routed``
         [m, L, k] are the experts of the tokens ``routed_from .. routed_from + m`` of (prompt + ids), as
-        ``GenerateResult`` gives them. ``trained=False`` leaves the turn out of the loss.
+        ``GenerateResult`` gives them; ``rerun`` too, the ids sampled by an earlier forward than that of their rows.
+        ``trained=False`` leaves the turn out of the loss.
         """
         segment = self._current(session)
         if segment.size == 0:
@@ -127,9 +137,12 @@ class TrajectoryBuilder:
         turn = Turn(
             len(self._turns), Role.MODEL, segment.size, segment.size, state_key, action_key, 0.0, trained=trained
         )
-        where = f"{self._name()}, session {session}, turn {turn.number}"
-        segment.add_sampled(where, turn, self._as_ids(ids), logp, versions, field, routed, routed_from)
-        return self._new_turn(segment, turn)
+        where, array = f"{self._name()}, session {session}, turn {turn.number}", self._as_ids(ids)
+        again = self._run_again(where, segment, routed, routed_from, len(array))
+        (again or segment).add_sampled(where, turn, array, logp, versions, field, routed, routed_from, rerun)
+        if again is not None:
+            self._session(session).go_on_in(again)
+        return self._new_turn(again or segment, turn)
 
     def extend_model_turn(
         self,
@@ -142,14 +155,22 @@ class TrajectoryBuilder:
         field: Field | ArrayLike = Field.OTHER,
         routed: Array | None = None,
         routed_from: int | None = None,
+        rerun: int = 0,
     ) -> int:
         """More tokens of the session's last model turn (a partial rollout that resumed); in the loss if the turn is."""
         segment = self._current(session)
         last = segment.turns[-1] if segment.turns else None
         if last is None or last.role is not Role.MODEL or last.end != segment.size:
             raise RecordError(f"{self._name()}, session {session}: the segment does not end in a model turn to extend")
-        where = f"{self._name()}, session {session}, turn {last.number}"
-        segment.add_sampled(where, last, self._as_ids(ids), logp, versions, field, routed, routed_from)
+        where, array = f"{self._name()}, session {session}, turn {last.number}", self._as_ids(ids)
+        # A turn without a token yet is cut nowhere, wherever it goes on.
+        again = None
+        if last.start == last.end:
+            again = self._run_again(where, segment, routed, routed_from, len(array))
+        (again or segment).add_sampled(where, last, array, logp, versions, field, routed, routed_from, rerun)
+        if again is not None:
+            again.turns.append(segment.turns.pop())
+            self._session(session).go_on_in(again)
         if action_key is not None:
             last.action_key = action_key
         return last.number
@@ -160,17 +181,26 @@ class TrajectoryBuilder:
         self._current(session).add_routed(f"{self._name()}, session {session}", routed, routed_from)
 
     def repeat_routed(self, session: int, other: int) -> None:
-        """Experts of the tokens that the session repeats from the beginning of another one, where it lacks its own."""
-        self._current(session).routed.extend(self._session(other).segment.routed)
+        """Experts of the tokens that the session repeats from the beginning of another one, where it lacks its own:
+        those of their last forward, which is what the engine's cache holds."""
+        self.inherit_routed(session, other, self._session(other).current, self._session(other).segment.size)
+
+    def inherit_routed(self, session: int, other: int, segment: int, end: int) -> None:
+        """As ``repeat_routed``, from segment number ``segment`` of the session ``other`` and for tokens before ``end``
+        only."""
+        self._current(session).rows.inherit(self._session(other).segments[segment].rows, end)
 
     def rewrite(self, session: int) -> int:
         """Starts a new segment: the history will be told anew, through ``add_context``. Returns its number within the
         session."""
         self._check_open()
         opened = self._session(session)
-        opened.segments.append(Segment())
-        opened.current = len(opened.segments) - 1
+        opened.go_on_in(Segment())
         return opened.current
+
+    def current(self, session: int) -> int:
+        """Number, within the session, of the segment that is added to."""
+        return self._session(session).current
 
     def reopen(self, session: int, segment: int) -> None:
         """Makes an earlier segment of the session the one that is added to."""
@@ -243,7 +273,9 @@ class TrajectoryBuilder:
             prepared={name: Ragged.of([ids]) for name, ids in self._prepared.items()},
         )
         self._finished = True
-        return FinishedTrajectory(batch)
+        segments = [segment for session in self._sessions for segment in session.segments]
+        counts = (RerunCounts(segment.reruns, segment.displaced) for segment in segments)
+        return FinishedTrajectory(batch, sum(counts, RerunCounts()))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
     def _name(self) -> str:
@@ -267,6 +299,12 @@ class TrajectoryBuilder:
         if not 0 <= turn < len(self._turns):
             raise RecordError(f"{self._name()}: turn {turn} of {len(self._turns)} added")
         return self._turns[turn]
+
+    def _run_again(
+        self, where: str, segment: Segment, routed: Array | None, routed_from: int | None, coming: int
+    ) -> Segment | None:
+        """The segment that a model turn goes on in, where it is not ``segment``."""
+        return segment.run_again(where, routed, routed_from, coming) if self.rerun is Rerun.SEGMENT else None
 
     def _as_ids(self, ids: ArrayLike) -> NDArray[np.int32]:
         array = np.asarray(ids)

@@ -5,7 +5,10 @@ Invariants (``tests/trajectory/test_growing.py`` asserts each):
 1. A view of a segment's ids stays valid while the segment grows: written places never change.
 2. Log-probs, versions, fields and routing rows are copies: what the giver does to its buffers later changes nothing.
 3. Turns are laid out segment by segment, whatever the order in which they were added; their numbers keep that order.
-4. Of several routing rows for one position the first given stands; positions without one are not valid.
+4. Of several routing rows for one position the first given stands, but for rows that came before any token was
+   sampled: those of the first call that samples replace them. Positions without a row are not valid.
+5. ``reruns`` counts the positions whose experts were recorded again and differently, ``displaced`` the sampled tokens
+   that stand on rows of another forward than the one that sampled them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ext.trajectory.fields import TURN_DTYPES, Array, Field, RecordError, Role, SessionKind
+from megatron_ext.trajectory.routed_rows import RoutedRows
 from megatron_ext.trajectory.version import UNSAMPLED
 
 
@@ -53,7 +57,8 @@ class Segment:
         self.size = 0
         self.turns: list[Turn] = []
         self.pieces: list[Piece] = []
-        self.routed: list[tuple[int, Array]] = []
+        self.rows = RoutedRows()
+        self.reruns = self.displaced = 0
 
     def append(self, ids: NDArray[np.int32]) -> int:
         """Adds ids and returns their position. Views handed out before stay valid: written places never change."""
@@ -81,6 +86,7 @@ class Segment:
         field: Field | ArrayLike,
         routed: Array | None,
         routed_from: int | None,
+        rerun: int = 0,
     ) -> None:
         """Adds tokens of a model turn, the segment's last; the arguments as ``TrajectoryBuilder.add_model_turn``."""
         # Copies: the caller may reuse its buffers, the record may not change with them.
@@ -94,13 +100,25 @@ class Segment:
         if routed is not None:
             if routed_from is None:
                 raise RecordError(f"{where}: routed is given without routed_from, its first token position")
-            self.add_routed(where, routed, routed_from, len(ids))
+            self._check_routed(where, routed, routed_from, len(ids))
+            self.reruns += self.rows.add(where, routed_from, routed, replace=not self.sampled)
         start = self.append(ids)
+        self.displaced += len(ids) if self.rows.moved else rerun
         self.pieces.append(Piece(start, values, stamps, parts, turn.trained))
         turn.end = self.size
 
-    def add_routed(self, where: str, routed: Array, routed_from: int, coming: int = 0) -> None:
-        """Checks and keeps routing rows; the segment is about to grow by ``coming`` tokens."""
+    @property
+    def sampled(self) -> bool:
+        """Whether it holds a token that an engine sampled."""
+        return any(len(piece.logp) for piece in self.pieces)
+
+    def add_routed(self, where: str, routed: Array, routed_from: int) -> None:
+        """Routing rows of tokens that stand here."""
+        self._check_routed(where, routed, routed_from, 0)
+        self.reruns += self.rows.add(where, routed_from, routed)
+
+    def _check_routed(self, where: str, routed: Array, routed_from: int, coming: int) -> None:
+        """Raises ``RecordError`` for rows that are none, or leave the segment, which grows by ``coming`` tokens."""
         after = self.size + coming
         if routed.ndim != 3 or routed.dtype.kind != "u":
             raise RecordError(f"{where}: routed is {routed.dtype} {routed.shape}, expected unsigned [m, L, k]")
@@ -108,7 +126,22 @@ class Segment:
             raise RecordError(
                 f"{where}: routed covers tokens {routed_from}..{routed_from + len(routed)}, the segment has {after}"
             )
-        self.routed.append((routed_from, routed.copy()))
+
+    def run_again(self, where: str, routed: Array | None, routed_from: int | None, coming: int) -> Segment | None:
+        """The segment that a call with these rows goes on in when its prompt, this segment, ran on other experts than
+        those that stand: the same tokens as context, with the rows of their last forward (the call brings those from
+        ``routed_from`` on). None where it goes on in this one."""
+        if routed is None or routed_from is None or not self.sampled:
+            return None
+        self._check_routed(where, routed, routed_from, coming)
+        others = self.rows.differing(routed_from, routed)
+        if not others and not (self.rows.moved and routed_from):
+            return None
+        again = Segment()
+        again.append(self.ids())
+        again.rows.inherit(self.rows, routed_from)
+        again.reruns = others
+        return again
 
 
 @dataclass
@@ -123,6 +156,11 @@ class Session:
     def segment(self) -> Segment:
         """The one that is added to."""
         return self.segments[self.current]
+
+    def go_on_in(self, segment: Segment) -> None:
+        """Makes a new segment the one that is added to."""
+        self.current = len(self.segments)
+        self.segments.append(segment)
 
 
 def flat(sessions: Sequence[Session], turn_labels: Mapping[str, Mapping[int, int]], trainable: bool) -> dict[str, Any]:
@@ -188,18 +226,17 @@ def flat(sessions: Sequence[Session], turn_labels: Mapping[str, Mapping[int, int
 
 def _place_routed(segments: Sequence[Segment], bases: Array, total: int) -> tuple[Array | None, Array | None]:
     """Routing rows at their token positions, [T, L, k] in the widest type given, and where they are valid."""
-    given = [rows for segment in segments for _, rows in segment.routed]
+    given = [placed for segment in segments if (placed := segment.rows.placed(segment.size)) is not None]
     if not given:
         return None, None
-    shapes = {rows.shape[1:] for rows in given}
+    shapes = {rows.shape[1:] for rows, _ in given}
     if len(shapes) > 1:
         raise RecordError(f"routed: rows of different shape {sorted(shapes)} (layers, experts a token)")
-    routed = np.zeros((total, *shapes.pop()), dtype=np.result_type(*(rows.dtype for rows in given)))
+    routed = np.zeros((total, *shapes.pop()), dtype=np.result_type(*(rows.dtype for rows, _ in given)))
     valid = np.zeros(total, dtype=np.bool_)
     for segment, base in zip(segments, bases[:-1].tolist(), strict=True):
-        for start, rows in segment.routed:
-            span = slice(base + start, base + start + len(rows))
-            free = ~valid[span]
-            routed[span][free] = rows[free]
-            valid[span] = True
+        if (placed := segment.rows.placed(segment.size)) is not None:
+            rows, known = placed
+            routed[base : base + len(rows)] = rows
+            valid[base : base + len(rows)] = known
     return routed, valid

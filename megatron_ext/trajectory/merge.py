@@ -16,8 +16,9 @@ Invariants (``tests/trajectory/test_merge.py`` asserts each, ``test_merge_report
 6. A prompt that contradicts what was sampled is counted and reported with its position and both ids. The sampled tokens
    stay, trained once, where they were sampled; what the prompt shows instead has mask 0.
 7. ``Merging.NONE`` gives the same turns, numbers and routing rows, each answer in a segment of its own.
-8. Routing rows stand at their tokens. A segment that repeats a prefix has the rows of the forward that ran it first
-   where the engine reused its cache and returned none.
+8. Routing rows stand at their tokens. A segment that repeats a prefix has the rows of the forward that ran it last
+   where the engine reused its cache and returned none. A call whose history ran again on other experts goes on as
+   ``MergeOptions.rerun`` says (``builder.py``, 6): under ``Rerun.SEGMENT`` in a new segment, as the same turn.
 9. Time is linear in the tokens of the calls and of the record.
 """
 
@@ -31,7 +32,8 @@ from megatron_ext.trajectory.builder import TrajectoryBuilder
 from megatron_ext.trajectory.calls import UNFINISHED, Call, Dedup, unique_calls
 from megatron_ext.trajectory.merge_report import Departure, Merged, Placement, Start, counted
 from megatron_ext.trajectory.prefix_index import NONE, Found, PrefixIndex
-from megatron_ext.trajectory.record import Array, RecordError, Role, SessionKind, Status
+from megatron_ext.trajectory.record import RecordError, Role, SessionKind, Status
+from megatron_ext.trajectory.routed_rows import Rerun
 from megatron_ext.trajectory.version import UNSAMPLED
 
 Decode = Callable[[Sequence[int]], str]
@@ -46,11 +48,12 @@ class Merging(StrEnum):
 class MergeOptions:
     """``new_session_below``: a call without a session tag that shares fewer leading tokens than this with every other
     one opens a session of its own (an agent with a prompt of its own); 1 asks for nothing in common, 0 keeps all in one
-    session."""
+    session. ``rerun``: where a call goes on whose history the engine ran again on other experts."""
 
     merging: Merging = Merging.PREFIX
     dedup: Dedup = Dedup.REQUEST
     new_session_below: int = 1
+    rerun: Rerun = Rerun.FIRST
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def merge_calls(
     options = options or MergeOptions()
     where = f"trajectory {trajectory_id!r}"
     kept, dropped = unique_calls(calls, options.dedup, where)
-    builder = TrajectoryBuilder(trajectory_id, sample, harness_id)
+    builder = TrajectoryBuilder(trajectory_id, sample, harness_id, options.rerun)
     merger = _Merger(where, builder, kept, options, sessions or {}, decode)
     for number in range(len(kept)):
         merger.place(number)
@@ -113,18 +116,10 @@ def merge_calls(
 
 @dataclass
 class _Segment:
-    """``rows`` are its routing rows with their positions, the first given for a position counts; ``covered`` tokens
-    from the start have one."""
+    """``number`` within its session: of the last segment that its calls went on in."""
 
     session: int
     number: int
-    rows: list[tuple[int, Array]] = field(default_factory=list)
-    covered: int = 0
-
-    def add(self, start: int, rows: Array) -> None:
-        self.rows.append((start, rows))
-        if start <= self.covered:
-            self.covered = max(self.covered, start + len(rows))
 
 
 @dataclass
@@ -173,6 +168,7 @@ class _Merger:
         if told == 0 and found.holder != NONE:
             self._inherit_routing(call, segment, found)
         turn = self._resume(call, segment, found) if start is Start.RESUMES else self._answer(call, segment)
+        segment.number = self.builder.current(session)
         for name, value in call.labels.items():
             self.builder.label_turn(turn.number, name, value)
         if turn.reward:
@@ -264,7 +260,6 @@ class _Merger:
         self.builder.add_context(session, call.prompt_ids[told:])
 
     def _answer(self, call: Call, segment: _Segment) -> _Turn:
-        rows, first = self._own_routing(call, segment)
         number = self.builder.add_model_turn(
             segment.session,
             call.ids,
@@ -274,8 +269,8 @@ class _Merger:
             action_key=call.action_key,
             trained=call.trained,
             field=call.field,
-            routed=rows,
-            routed_from=first,
+            routed=call.routed,
+            routed_from=call.routed_from,
         )
         return _Turn(number, call.reward, int(call.versions[-1]) if len(call.ids) else UNSAMPLED)
 
@@ -288,7 +283,6 @@ class _Merger:
                 f"{self.where}, {call.name}: resumes {begun.name} under older weights (policy version "
                 f"{call.versions[0]} after {turn.version}); an answer may resume under newer ones only"
             )
-        rows, first = self._own_routing(call, segment)
         self.builder.extend_model_turn(
             segment.session,
             call.ids,
@@ -296,30 +290,15 @@ class _Merger:
             call.versions,
             action_key=call.action_key or None,
             field=call.field,
-            routed=rows,
-            routed_from=first,
+            routed=call.routed,
+            routed_from=call.routed_from,
         )
         version = int(call.versions[-1]) if len(call.ids) else turn.version
         return _Turn(turn.number, turn.reward + call.reward, version)
 
-    @staticmethod
-    def _own_routing(call: Call, segment: _Segment) -> tuple[Array | None, int | None]:
-        """The call's routing rows from the first token that has none yet, and where they begin."""
-        if call.routed is None:
-            return None, None
-        first = max(call.routed_from, segment.covered)
-        rows = call.routed[first - call.routed_from :]
-        if not len(rows):
-            return None, None
-        segment.add(first, rows)
-        return rows, first
-
     def _inherit_routing(self, call: Call, segment: _Segment, found: Found) -> None:
         """Rows of the shared prefix, up to where the call has its own: the engine had these tokens in its cache, so the
-        forward of the call that ran them is the one whose keys and values the answer was sampled with."""
+        last forward that ran them is the one whose keys and values the answer was sampled with."""
         limit = found.shared if call.routed is None else min(found.shared, call.routed_from)
-        for first, rows in self._segments[found.holder].rows:
-            part = rows[: max(0, limit - first)]
-            if len(part):
-                self.builder.add_routed(segment.session, part, first)
-                segment.add(first, part)
+        held = self._segments[found.holder]
+        self.builder.inherit_routed(segment.session, held.session, held.number, limit)

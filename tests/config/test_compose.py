@@ -72,8 +72,39 @@ def test_another_target_starts_afresh(tree: Path) -> None:
     assert cfg.loss.terms == {"policy": {"_target_": f"{HERE}.Anything"}}
     cfg = compose(["recipe=alpha", f"environments.game={{_target_: {HERE}.Anything, a: 1}}"], tree)
     assert cfg.environments["game"] == {"_target_": f"{HERE}.Anything", "a": 1}
-    cfg = compose(["recipe=alpha", f"environments.game._target_={HERE}.Anything"], tree)
-    assert cfg.environments["game"] == {"_target_": f"{HERE}.Anything"}
+
+
+def test_another_target_alone_drops_nothing_in_silence(tree: Path) -> None:
+    game, target = "recipe=alpha", f"environments.game._target_={HERE}.Anything"
+    (line,) = problems(tree, game, target)
+    assert line.startswith(f"{target}: would drop what {HERE}.Game was given (level, rename); ")
+    assert line.endswith(f"'environments.game={{_target_: {HERE}.Anything}}'")
+    (line,) = problems(tree, game, target, "environments.game.level=3")
+    assert "(rename)" in line and line.endswith(f"'environments.game={{_target_: {HERE}.Anything, level: ...}}'")
+    (line,) = problems(tree, game, f"environments.game._target_={HERE}.Anythin")  # one mistake, one line
+    assert line.startswith("environments.game: _target_ ") and "did you mean Anything" in line
+    for argv in (
+        [f"environments.game._target_={HERE}.Game"],  # the one that it has
+        [target, "environments.game.level=3", "environments.game.rename=false"],
+        [target, f"environments.game={{_target_: {HERE}.Game, level: 4}}"],
+        [f"harness._target_={HERE}.Game"],  # had no arguments
+        [f"credit.edits.new._target_={HERE}.Keeping"],
+        [f"harness={{_target_: {HERE}.Game}}", f"harness._target_={HERE}.Anything"],
+    ):
+        compose([game, *argv], tree)
+
+
+def test_null_is_told_how_to_reset(tree: Path) -> None:
+    said = {
+        "model.router": "model.router: needs a map, got null; model.router={} sets the default",
+        "credit.edits": "credit.edits: needs a map, got null; credit.edits={} empties it, credit.edits.NAME=null "
+        "removes an entry",
+        "harness": "harness: needs a map, got null; its default is "
+        "'harness={_target_: megatron_ext.harness.text.TextHarness}'",
+    }
+    for key, line in said.items():
+        assert problems(tree, "recipe=alpha", f"{key}=null") == [line]
+    assert compose(["recipe=alpha", f"model.router={{_target_: {HERE}.Anything}}", "model.router={}"], tree)
 
 
 def test_overrides_come_last_and_in_order(tree: Path) -> None:

@@ -67,6 +67,8 @@ def test_a_reward_part_writes_it(rewards: dict[str, Any]) -> None:
 def test_a_router_reads_labels_where_its_loss_acts() -> None:  # invariant 1
     (line,) = found(model__router=STRUCTURED)
     assert line.startswith("model.router: reads the turn label 'operation'")
+    (line,) = found(model__router=STRUCTURED | {"label": "nope"}, rewards={"judge": JUDGE})
+    assert line.startswith("model.router: reads the turn label 'nope'") and "written are: role" in line
     assert found(model__router=STRUCTURED | {"mutual_information": 0.0}) == []
     assert found(model__router={"_target_": "megatron_ext.moe.policies.FrozenRouter"}) == []
 
@@ -83,7 +85,7 @@ def test_an_environment_that_may_give_labels_is_not_refused_before_it_is_built()
 def test_what_cannot_be_built_is_one_line_and_not_two() -> None:  # invariant 2
     broken = {"judge": {"_target_": f"{HERE}.Breaks"}}
     assert len(found(credit__edits=ROLES, rewards=broken)) == 1
-    assert len(found(credit__edits=ANSWERS, harness={"_target_": f"{HERE}.Refuses"})) == 1
+    assert len(found(credit__edits=ANSWERS, harness={"_target_": f"{HERE}.RefusingHarness"})) == 1
 
 
 def test_an_environment_without_the_label_is_refused_once_it_is_built() -> None:  # invariant 2
@@ -95,7 +97,25 @@ def test_an_environment_without_the_label_is_refused_once_it_is_built() -> None:
     with pytest.raises(ConfigError, match=r"^credit.edits.a: reads the turn label 'role'.*written are: operation") as e:
         needs.check_started(bad, given, tools, tasks)
     assert "\n" not in str(e.value)
-    needs.check_started(config(credit__edits=ROLES, rewards={"judge": JUDGE}), [], (), ())
+    needs.check_started(config(credit__edits=ROLES, rewards={"judge": JUDGE}), {}, (), ())
+    misspelt = config(environments={"game": ERRANDS}, model__router=STRUCTURED | {"label": "nope"})
+    with pytest.raises(ConfigError, match=r"^model.router: reads the turn label 'nope'.*written are: operation"):
+        needs.check_started(misspelt, given, tools, tasks)
+
+
+def test_more_operations_than_there_is_room_for_are_refused_once_it_is_built() -> None:  # invariant 2
+    words, tools = Errands().label_words(), Errands().tools()
+    for operations in (3, 8):
+        needs.check_started(config(model__router=STRUCTURED | {"operations": operations}), words, tools, ())
+    narrow = config(model__router=STRUCTURED | {"operations": 2})
+    with pytest.raises(ConfigError) as e:
+        needs.check_started(narrow, words, tools, ())
+    assert str(e.value) == (
+        "model.router.operations=2: the environment gives 3 values of the turn label 'operation' "
+        "(read, create, update); set model.router.operations=3 or more"
+    )
+    needs.check_started(narrow, {"other": ["a", "b", "c"], "operation": ["a"]}, tools, ())
+    needs.check_started(config(model__router={"_target_": "megatron_ext.moe.policies.FrozenRouter"}), words, tools, ())
 
 
 # -- prepared ids --------------------------------------------------------------------------------------------------
@@ -113,9 +133,9 @@ def test_tasks_without_an_answer_are_refused_once_they_are_listed() -> None:  # 
     cfg = config(credit__edits=ANSWERS, harness=TOOLS)
     errands, relay = Errands(), Relay()
     with_answer, without = errands.tasks("train", 2), relay.tasks("train", 3)
-    needs.check_started(cfg, (), errands.tools(), [*without, *with_answer])
+    needs.check_started(cfg, {}, errands.tools(), [*without, *with_answer])
     with pytest.raises(ConfigError, match=r"^credit.edits.a: .* none of the 3 training tasks of environment 'game'"):
-        needs.check_started(cfg, (), errands.tools(), without)
+        needs.check_started(cfg, {}, errands.tools(), without)
     with pytest.raises(HarnessError, match="harness.answer_tool 'finish': no such tool"):
-        needs.check_started(cfg, (), (), with_answer)
-    needs.check_started(config(harness=TOOLS), (), (), without)  # nothing reads them
+        needs.check_started(cfg, {}, (), with_answer)
+    needs.check_started(config(harness=TOOLS), {}, (), without)  # nothing reads them

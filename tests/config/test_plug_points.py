@@ -24,15 +24,15 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"harness": {}}, ["harness: needs _target_"]),
     ({"rollout__engine": {}}, ["rollout.engine: needs _target_"]),
     ({"tasks__source": {"a": {"_target_": f"{HERE}.Game"}}}, ["tasks.source: needs _target_"]),
-    ({"harness": {"_target_": f"{HERE}.Refuses"}}, ["harness: ", "Refuses: never"]),
+    ({"harness": {"_target_": f"{HERE}.RefusingHarness"}}, ["harness: ", "RefusingHarness: never"]),
     ({"rewards": {"a": {"_target_": f"{HERE}.Anything", "cap": -1}}}, ["rewards.a.cap must be > 0"]),
     ({"rewards": {"a": {"_target_": f"{HERE}.Breaks"}}}, ["rewards.a: ZeroDivisionError"]),
     ({"rewards": {"a": JUDGED | {"info": ["goals", "score"]}}}, ["rewards.a: ", "'score'", "tells the outcome"]),
     ({"rewards": {"a": JUDGED | {"default": "X"}}}, ["rewards.a: ", "default names 'X'"]),
     ({"rewards": {"a": JUDGED | {"judge": SERVED | {"attempts": 0}}}}, ["rewards.a: ", "attempts=0"]),
     ({"rewards": {"a": JUDGED, "b": JUDGED}}, ["rewards.a and rewards.b both label turns as 'role'"]),
-    ({"loss__terms": {"p": {"_target_": f"{HERE}.Refuses", "order": 1}}}, ["loss.terms.p: ", "never"]),
-    ({"tracking": {"w": {"_target_": f"{HERE}.Refuses"}}}, ["tracking.w: ", "never"]),
+    ({"loss__terms": {"p": {"_target_": f"{HERE}.RefusingTerm", "order": 1}}}, ["loss.terms.p: ", "never"]),
+    ({"tracking": {"w": {"_target_": f"{HERE}.RefusingTracker"}}}, ["tracking.w: ", "never"]),
     (
         {"loss__terms": {"p": {"_target_": "megatron_ext.losses.policy.GSPO"}}, "batch__tokens_per_row": 256},
         ["batch.tokens_per_row=256", "loss.terms.p", "granularity"],
@@ -54,8 +54,12 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         ["aux_loss_coefficient=0.01", "ClosedRouter"],
     ),
     (
-        {"model__router": {"_target_": "megatron_ext.moe.policies.FrozenRouter", "consistency": 0.01}},
-        ["model.router", "frozen", "consistency=0.01", "StructuredRouter"],
+        {"model__router": {"_target_": "tests.helpers.routing_policies.FrozenWithLoss"}},
+        ["model.router=tests.helpers.routing_policies.FrozenWithLoss", "frozen", "a routing loss trains routers"],
+    ),
+    (
+        {"model__router": {"_target_": "tests.helpers.routing_policies.HalfALoss"}},
+        ["model.router: HalfALoss has a loss, and lacks detach_input", "PlainRoutingLoss"],
     ),
     (
         {
@@ -66,6 +70,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
             },
         },
         ["model.router.bias_update_rate=0.001", "loss.terms.kl", "reference policy"],
+    ),
+    (
+        {"model__router": {"_target_": "megatron_ext.moe.structured.StructuredRouter", "entropy_low": -1}},
+        ["model.router", "entropy_low=-1", "0 <= low <= high"],
     ),
     (
         {"model__router": {"_target_": "megatron_ext.moe.structured.StructuredRouter", "pull": "none"}},
@@ -83,8 +91,10 @@ def test_what_a_plug_point_refuses_is_one_line(overrides: dict[str, Any], words:
 
 
 def test_every_plug_point_that_refuses_is_named() -> None:
-    terms = {name: {"_target_": f"{HERE}.Refuses"} for name in "abc"}
-    found = list(plug_points.problems(config(loss__terms=terms, rewards=terms)))
+    terms, rewards = (
+        {name: {"_target_": f"{HERE}.{what}"} for name in "abc"} for what in ("RefusingTerm", "RefusingReward")
+    )
+    found = list(plug_points.problems(config(loss__terms=terms, rewards=rewards)))
     assert len(found) == 6 and sum(line.startswith("loss.terms.") for line in found) == 3
 
 

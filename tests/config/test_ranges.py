@@ -31,6 +31,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         {"rollout__replay_routing": True, "rollout__record_routing": True, "rollout__replay_missing": "guess"},
         ["replay_missing=guess", "error", "live"],
     ),
+    ({"rollout__replay_rerun": "last"}, ["replay_rerun=last", "segment", "first"]),
 ]
 
 

@@ -1,22 +1,31 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_ext.config.validate import problems
+from megatron_ext.models.hf_config import HFConfig
 from tests.helpers.configs import HERE, config
 
-HF: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_experts": 8,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 2048,
-}
+HF = HFConfig(
+    family="qwen3_moe",
+    vocab=1024,
+    hidden=64,
+    layers=4,
+    heads=8,
+    kv_heads=4,
+    head_dim=8,
+    intermediate=256,
+    max_position_embeddings=2048,
+    rope_theta=10000.0,
+    num_experts=8,
+    top_k=2,
+    moe_intermediate=64,
+)
+DENSE = replace(HF, family="qwen3", num_experts=0, top_k=0, moe_intermediate=0)
 
 
 def test_a_good_configuration_has_no_problem() -> None:
@@ -35,7 +44,7 @@ SOME_OF_OTHERS: list[dict[str, Any]] = [  # of ranges and plug points, which hav
     {"harness": {}},
     {"rollout__engine": {}},
     {"rewards": {"a": {"_target_": f"{HERE}.Breaks"}}},
-    {"tracking": {"w": {"_target_": f"{HERE}.Refuses"}}},
+    {"tracking": {"w": {"_target_": f"{HERE}.RefusingTracker"}}},
     {"credit__edits": {name: {"_target_": f"{HERE}.Whitening"} for name in "ab"}},
     {"credit__edits": {"a": {"_target_": f"{HERE}.ReadsRoles"}}},
     {"credit__edits": {"a": {"_target_": f"{HERE}.ReadsAnswers"}}},
@@ -137,18 +146,67 @@ def test_all_problems_come_at_once() -> None:
     assert len(problems(config(**wrong), HF)) == 4
 
 
-def test_a_dense_model_has_no_experts() -> None:
-    dense = {key: value for key, value in HF.items() if key not in ("num_experts", "moe_intermediate_size")}
-    dense["intermediate_size"] = 256
-    assert problems(config(), dense) == []
-    assert problems(config(parallel__tensor=2), dense, 2) == []  # sequence parallelism is the experts' demand
-    assert "no experts" in problems(config(parallel__expert=2), dense, 2)[0]
-    assert "no experts" in problems(config(model__aux_loss_coefficient=0.1), dense)[0]
-    assert "no routing to record" in problems(config(rollout__record_routing=True), dense)[0]
+ROUTERS = "megatron_ext.moe.policies"
+STRUCTURED = {"_target_": "megatron_ext.moe.structured.StructuredRouter"}
+FOR_EXPERTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"parallel__expert": 2}, "parallel.expert=2", "parallel.expert=1"),
+    ({"parallel__expert_tensor": 2}, "parallel.expert_tensor=2", "parallel.expert_tensor=1"),
+    ({"model__aux_loss_coefficient": 0.1}, "model.aux_loss_coefficient=0.1", "model.aux_loss_coefficient=0"),
+    ({"rollout__record_routing": True}, "rollout.record_routing=true", "rollout.record_routing=false"),
+    ({"rollout__replay_routing": True}, "rollout.replay_routing=true", "rollout.replay_routing=false"),
+    (
+        {"rollout__replay_routing": True, "rollout__record_routing": True},
+        "rollout.record_routing=true, rollout.replay_routing=true",
+        "rollout.record_routing=false rollout.replay_routing=false",
+    ),
+    (
+        {"warm_start__enabled": True, "warm_start__aux_loss_coefficient": 0.01},
+        "warm_start.aux_loss_coefficient=0.01",
+        "warm_start.aux_loss_coefficient=0",
+    ),
+    (
+        {"model__router": {"_target_": f"{ROUTERS}.FrozenRouter"}},
+        f"model.router={ROUTERS}.FrozenRouter",
+        "model.router={}",
+    ),
+    ({"model__router": STRUCTURED}, f"model.router={STRUCTURED['_target_']}", "model.router={}"),
+    (
+        {"model__router": {"_target_": f"{ROUTERS}.TrainedRouter", "bias_update_rate": 0.001}},
+        f"model.router={ROUTERS}.TrainedRouter",
+        "model.router={}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said", "fix"), FOR_EXPERTS)
+def test_what_is_for_experts_is_one_line_on_a_dense_model(overrides: dict[str, Any], said: str, fix: str) -> None:
+    (line,) = problems(config(**overrides), DENSE, 2 if "parallel" in said else 1)
+    assert line.startswith(f"{said}: the model has no experts (model_type qwen3); set {fix}, or ")
+    assert "qwen3_moe" in line and "glm4_moe" in line and "minimax_m2" in line
+
+
+def test_all_that_is_for_experts_is_one_line() -> None:
+    """One cause, one line: with every key to set."""
+    everything: dict[str, Any] = {}
+    for overrides, _, _ in FOR_EXPERTS:
+        everything |= overrides
+    (line,) = problems(config(**everything), DENSE, 4)
+    assert all(fix in line for _, _, fix in FOR_EXPERTS)
+
+
+def test_a_dense_model_is_fine_as_it_is() -> None:
+    assert problems(config(), DENSE) == []
+    assert problems(config(parallel__tensor=2), DENSE, 2) == []  # sequence parallelism is the experts' demand
+    for router in (
+        {},
+        {"_target_": f"{ROUTERS}.TrainedRouter"},
+        {"_target_": f"{ROUTERS}.TrainedRouter", "bias_update_rate": 0},
+    ):
+        assert problems(config(model__router=router), DENSE) == []
 
 
 def test_judging_changes_nothing() -> None:
-    cfg, hf = config(run__steps=-1), dict(HF)
+    cfg = config(run__steps=-1)
     before = copy.deepcopy(cfg)
-    problems(cfg, hf)
-    assert cfg == before and hf == HF
+    problems(cfg, HF)
+    assert cfg == before

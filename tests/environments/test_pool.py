@@ -195,7 +195,7 @@ def test_helpers_name_tasks_by_key_and_do_not_depend_on_the_number_of_workers() 
         with EnvironmentPool({"trouble": {**TROUBLE, "steps": 4}}, workers=workers, deadline_s=5.0) as pool:
             tasks = pool.tasks("trouble", "dev", 50, start=2)
             assert tasks[0].task_id == "trouble/dev/2" and tasks[0].environment == "trouble"
-            assert pool.tools("trouble") == pool.labels("trouble") == []
+            assert pool.tools("trouble") == [] and pool.labels("trouble") == {}
             assert pool.corpus("trouble", "train", 3) == ["count"] * 3
             found.append(pool.demonstrate("trouble", tasks + tasks[:1], mistake_rate=0.5, seed=3, max_turns=10))
     assert found[0] == found[1] and len(found[0]) == 51
@@ -209,7 +209,7 @@ def test_demonstrations_keep_summaries_and_labels_are_those_declared() -> None:
     environments = {"errands": ERRANDS, "odd": {"_target_": "tests.helpers.errands.Mislabelled"}}
     with EnvironmentPool(environments, workers=1, deadline_s=5.0) as pool:
         (errand,) = pool.tasks("errands", "train", 1)
-        assert pool.labels("errands") == ["operation"]
+        assert pool.labels("errands") == {"operation": ["read", "create", "update"]}
         (demo,) = pool.demonstrate("errands", [errand], mistake_rate=0.0, seed=1, max_turns=30)
         assert demo.success and len(demo.summaries) == len(demo.steps) == 9
         assert demo.summaries[0] == "at " and demo.summaries[1].startswith("at 0 ")

@@ -16,6 +16,7 @@ from megatron_ext.moe.policies import FrozenRouter, TrainedRouter, router_parame
 from megatron_ext.moe.protocol import RouterPolicy
 from megatron_ext.training.lockstep import rank_microbatches
 from megatron_ext.training.optimizer import wrap
+from megatron_ext.training.router_change import router_change, router_start
 from megatron_ext.training.trainer import Trainer
 from tests.helpers.records import random_batch
 from tests.helpers.training import TERMS, TINY, parameters, random_inputs, rows_of
@@ -34,11 +35,13 @@ MODEL = replace(
 
 @dataclass(frozen=True)
 class Moved:
-    """Routers' tensors on this rank, those of them that changed, and other parameters that did not."""
+    """Routers' tensors on this rank, those of them that changed, and other parameters that did not; and how far routers
+    moved over all ranks (``moe/router_change``)."""
 
     routers: int
     changed: tuple[str, ...]
     still: tuple[str, ...]
+    change: float
 
 
 def train(parallel: Mapping[str, Any], policy: str, dtype: str, steps: int) -> Moved:
@@ -54,7 +57,7 @@ def train(parallel: Mapping[str, Any], policy: str, dtype: str, steps: int) -> M
         trainer = Trainer(wrapped, optimizer, context, temperature=1.0, router=router)
         batch = random_batch(3, groups=4)
         own = {name: tensor.detach().clone() for name, tensor in router_parameters(wrapped)}
-        before = parameters(trainer)
+        before, start = parameters(trainer), router_start(wrapped)
         for step in range(steps):
             micro = rank_microbatches(batch, rows_of(batch), context, cap=100)
             assert trainer.update(micro, random_inputs(batch, step), TERMS, lr=1e-2).applied
@@ -62,7 +65,8 @@ def train(parallel: Mapping[str, Any], policy: str, dtype: str, steps: int) -> M
         changed = [name for name, tensor in own.items() if not torch.equal(tensor, after[name].to(tensor.dtype))]
         learned = {name for chunk in range(len(wrapped)) for name in _names(wrapped[chunk], chunk)} - own.keys()
         still = [name for name in sorted(learned) if torch.equal(before[name], parameters(trainer)[name])]
-        return Moved(len(own), tuple(changed), tuple(still))
+        moved = router_change(wrapped, start, context)["moe/router_change"]
+        return Moved(len(own), tuple(changed), tuple(still), moved)
     finally:
         shutdown(context)
 

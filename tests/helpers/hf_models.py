@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_ext.models.families import FAMILIES
+
 SIZES: dict[str, Any] = {
     "vocab_size": 112,
     "hidden_size": 32,
@@ -59,6 +61,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2": ("MiniMaxM2", MINIMAX),
 }
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    """The ``config.json`` of a kind, with no more than it has to say."""
+    family = next(name for name in sorted(FAMILIES, key=len, reverse=True) if kind.startswith(name))
+    return {"model_type": family, "architectures": [FAMILIES[family].architecture], **KINDS[kind][1]}
 
 
 def random_hf(kind: str, seed: int = 5) -> torch.nn.Module:

@@ -18,8 +18,7 @@ from megatron_ext.models.backends import resolve_backend
 from megatron_ext.models.build import build_model
 from megatron_ext.models.parallel import ParallelContext, initialize, shutdown
 from megatron_ext.moe.policies import TrainedRouter
-from megatron_ext.moe.protocol import RouterPolicy
-from megatron_ext.moe.structured import StructuredRouter
+from megatron_ext.moe.protocol import RouterPolicy, RoutingLossPolicy
 from megatron_ext.training.lockstep import rank_microbatches
 from megatron_ext.training.optimizer import wrap
 from megatron_ext.training.routing import RoutingLosses
@@ -56,14 +55,16 @@ def _trainer(context: ParallelContext, policy: RouterPolicy) -> Trainer:
 
 def routing_step(
     parallel: Mapping[str, Any],
-    policy: StructuredRouter | None,
+    policy: RoutingLossPolicy | None,
     cap: int,
     rewarded: bool,
     share_prefixes: bool,
     recompute: bool,
+    updates: int,
 ) -> Found | None:
-    """Two optimizer steps with routing losses (``policy`` None: without) on this rank; the first rank says what came
-    of it. ``rewarded`` False: the policy loss has no gradient."""
+    """Two batches with routing losses (``policy`` None: without), of ``updates`` optimizer steps each, on this rank;
+    the first rank says what came of it. ``rewarded`` False: the policy loss has no gradient. A batch's later steps are
+    in larger micro-batches, where that moves no row to another replica."""
     context = initialize(ParallelConfig(**parallel), resolve_backend(BackendConfig(device="cpu")), seed=1)
     try:
         trainer, batch = _trainer(context, TrainedRouter() if policy is None else policy), batch_of()
@@ -88,9 +89,13 @@ def routing_step(
                 metrics.append({})
             else:
                 routing.open(batch, micro)
-                sums = routing.statistics.sums.numpy() if number == 0 else sums
-                with routing.attached(micro):
-                    trainer.update(micro, inputs, terms, 0.05)
+                parts = [values.flatten() for values in routing.statistics.sums.values()]
+                sums = torch.cat(parts).numpy() if number == 0 and parts else sums
+                for update in range(updates):
+                    later = update > 0 and context.data_parallel_size == 1
+                    now = rank_microbatches(batch, rows, context, cap=3 * cap) if later else micro
+                    with routing.attached(now):
+                        trainer.update(now, inputs, terms, 0.05)
                 metrics.append(routing.close(micro))
             grads.append(whole_tensors(trainer, MODEL, "grad"))
         everybody: list[Any] = [None] * dist.get_world_size()

@@ -35,6 +35,20 @@ class StopAt:
     def finish(self, summary: Mapping[str, Any]) -> None: ...
 
 
+class StopInWarmStart(StopAt):
+    """Sends ``number`` once the warm start has made ``step`` optimizer steps, where those are reported."""
+
+    def __init__(self, step: int, number: int = signal.SIGKILL) -> None:
+        super().__init__("warm_start", step, number)
+
+    def phase(self, name: str, total: int | None = None) -> None: ...
+
+    def advance(self, done: int, note: str = "") -> None:
+        if note.startswith("loss") and done >= self._step and self._phase:
+            self._phase = ""
+            os.kill(self._target(), self._number)
+
+
 class StopRank(StopAt):
     """As ``StopAt``, for rank ``rank`` of the same job (trackers live on rank 0). ``stopped`` in the run's folder is
     touched at that moment."""

@@ -57,22 +57,13 @@ def trained(batch: TrajectoryBatch) -> np.ndarray:
     )
 
 
-def plain_losses(
-    chunk: torch.nn.Module,
-    batch: TrajectoryBatch,
-    *,
-    tokens: np.ndarray | None = None,
-    operations: int = 3,
-    pull: str = "selective",
-    threshold: float = 0.5,
-    detach: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-I and the token loss, means over fields and layers and over pairs and layers, with their graph: segment by
-    segment, turn by turn, token by token."""
+def _plain_routing(
+    chunk: torch.nn.Module, batch: TrajectoryBatch, detach: bool
+) -> tuple[dict[tuple[int, int], torch.Tensor], dict[tuple[int, int], set[int]]]:
+    """Probabilities [E] and experts of each (layer, token), segment by segment."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    inside = trained(batch) if tokens is None else trained(batch) & tokens
-    p: dict[tuple[int, int], torch.Tensor] = {}  # of (layer, token)
+    p: dict[tuple[int, int], torch.Tensor] = {}
     chosen: dict[tuple[int, int], set[int]] = {}
     routers = [module for module in unwrap(chunk).modules() if isinstance(module, TopKRouter)]
     for start, end in zip(batch.segment_tokens[:-1].tolist(), batch.segment_tokens[1:].tolist(), strict=True):
@@ -89,7 +80,34 @@ def plain_losses(
             for t in range(start, end):
                 p[layer, t] = logits[t - start].softmax(-1)
                 chosen[layer, t] = set(logits[t - start].topk(router.topk).indices.tolist())
-    layers = range(len(routers))
+    return p, chosen
+
+
+def plain_distributions(chunk: torch.nn.Module, batch: TrajectoryBatch) -> list[list[torch.Tensor]]:
+    """By layer, the router's probabilities [E] for every trained token, with a graph that ends at the routers."""
+    inside = trained(batch)
+    found: dict[int, list[torch.Tensor]] = {}
+    for (layer, token), values in _plain_routing(chunk, batch, True)[0].items():
+        if inside[token]:
+            found.setdefault(layer, []).append(values)
+    return [found[layer] for layer in sorted(found)]
+
+
+def plain_losses(
+    chunk: torch.nn.Module,
+    batch: TrajectoryBatch,
+    *,
+    tokens: np.ndarray | None = None,
+    operations: int = 3,
+    pull: str = "selective",
+    threshold: float = 0.5,
+    detach: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-I and the token loss, means over fields and layers and over pairs and layers, with their graph: segment by
+    segment, turn by turn, token by token."""
+    inside = trained(batch) if tokens is None else trained(batch) & tokens
+    p, chosen = _plain_routing(chunk, batch, detach)
+    layers = range(1 + max((layer for layer, _ in p), default=-1))
     informations = []
     for field in FIELDS:
         for layer in layers:
@@ -118,7 +136,7 @@ def plain_losses(
                 losses.append(-p[layer, t][sorted(before)].sum().log())
     zero = torch.zeros(())
     information = torch.stack(informations).mean() if informations else zero
-    return -information, (torch.stack(losses).sum() if losses else zero) / max(pairs * len(routers), 1)
+    return -information, (torch.stack(losses).sum() if losses else zero) / max(pairs * len(layers), 1)
 
 
 def _see(seen: list[torch.Tensor], router: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:

@@ -38,7 +38,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 def test_frozen_routers_are_the_same_bits(pool: RankPool, layout: str, dtype: str) -> None:
     """Weight decay, Adam's moments, fp32 masters copied back, shards gathered: none moves a router."""
     for moved in pool.call(ENTRY, LAYOUTS[layout], "frozen", dtype, 3, world=2):
-        assert moved.routers >= 4 and moved.changed == ()
+        assert moved.routers >= 4 and moved.changed == () and moved.change == 0.0
         assert moved.still == (), "everything else learns"
 
 
@@ -47,3 +47,15 @@ def test_trained_routers_move(pool: RankPool, layout: str) -> None:
     """So that the test above can fail: weights, and expert biases that are balanced."""
     for moved in pool.call(ENTRY, LAYOUTS[layout], "trained", "float32", 1, world=2):
         assert len(moved.changed) == moved.routers
+
+
+def test_how_far_routers_moved_is_the_same_in_every_layout(pool: RankPool) -> None:
+    """``training/router_change.py``, 2: over ranks that hold all routers, and over stages that hold some."""
+    found = {
+        name: {moved.change for moved in pool.call(ENTRY, LAYOUTS[name], "trained", "float32", 1, world=2)}
+        for name in ("dp2", "tp2 sp ep2", "pp2", "vpp2")
+    }
+    (change,) = found["dp2"]
+    assert change > 0
+    for name, changes in found.items():
+        assert len(changes) == 1 and changes.pop() == pytest.approx(change, rel=1e-4), name

@@ -7,6 +7,7 @@ weights, under which the linearised loss of the first is no longer what is measu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import pytest
 
 from launch.benches._ranks import RankPool
 from launch.benches.layouts import RANK_MODULE
+from megatron_ext.moe.protocol import RoutingLossPolicy
 from megatron_ext.moe.structured import StructuredRouter
+from tests.helpers.routing_policies import PairsTogether, StayNear
 from tests.helpers.routing_ranks import Found
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -26,6 +29,7 @@ POLICIES = {
     "turn": StructuredRouter(mutual_information=0.5, consistency=0.0, **OPEN),
     "token": StructuredRouter(mutual_information=0.0, consistency=0.5, threshold=0.7, **OPEN),
 }
+OWN: dict[str, StayNear | PairsTogether] = {"stay": StayNear(coefficient=20.0), "pairs": PairsTogether(coefficient=1.0)}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "tp2.sp": (2, {"tensor": 2, "sequence": True}),
@@ -44,8 +48,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         yield ranks
 
 
-def run(pool: RankPool, world: int, parallel: dict[str, Any], policy: StructuredRouter | None, **values: Any) -> Found:
-    given = {"cap": 80, "rewarded": False, "share_prefixes": False, "recompute": False} | values
+def run(pool: RankPool, world: int, parallel: dict[str, Any], policy: RoutingLossPolicy | None, **values: Any) -> Found:
+    given = {"cap": 80, "rewarded": False, "share_prefixes": False, "recompute": False, "updates": 1} | values
     first, *others = pool.call(ENTRY, parallel, policy, *given.values(), world=world)
     assert others == [None] * (world - 1)
     assert isinstance(first, Found)
@@ -112,3 +116,18 @@ def test_a_closed_gate_is_plain_training_in_every_rank(pool: RankPool) -> None:
         assert gated.metrics[0]["moe/gate"] == 0
         for ours, theirs in zip(gated.grads, plain.grads, strict=True):
             assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("which", OWN)
+def test_a_loss_of_ones_own_is_that_of_one_rank(pool: RankPool, which: str) -> None:
+    """What is measured, what is kept of each token for later steps of the batch, and what stands on another rank."""
+    one = run(pool, 1, {}, OWN[which], rewarded=True, updates=2)
+    assert any(value > 0 for name, value in one.metrics[0].items() if name.startswith("moe/own/"))
+    plain = run(pool, 1, {}, replace(OWN[which], coefficient=0.0), rewarded=True, updates=2)
+    routers = [name for name in one.grads[0] if ".mlp.gate." in name]
+    assert routers
+    for name in routers:
+        assert np.abs(one.grads[0][name] - plain.grads[0][name]).max() > 1e-3 * np.abs(plain.grads[0][name]).max()
+    for layout in ("dp2", "tp2.sp", "pp2", "cp2", "tp2.cp2"):
+        world, parallel = LAYOUTS[layout]
+        same(run(pool, world, parallel, OWN[which], rewarded=True, updates=2), one)

@@ -23,6 +23,7 @@ def training_logits(run: Path, step: int, ids: torch.Tensor) -> torch.Tensor:
         return packed_logits(chunks[0], ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
 
 
+@pytest.mark.slow
 def test_transformers_loads_it_with_the_same_logits_and_generates(
     walk_run: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

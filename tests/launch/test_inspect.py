@@ -52,6 +52,7 @@ def test_one_trajectory_has_a_row_a_token(run: Path, capsys: pytest.CaptureFixtu
     assert "g0/1" not in out and "entropy" in out and "reference" not in out
 
 
+@pytest.mark.slow
 def test_json_lines(run: Path, walk_run: RunResult) -> None:
     def lines(*argv: str) -> list[dict[str, object]]:
         command = [sys.executable, "-m", "launch.inspect", *argv, "--json"]

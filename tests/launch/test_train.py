@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -139,6 +140,8 @@ def test_quickstart_prints_before_and_after(
         "success_before": 0.25,
         "success_after": 0.75,
         "steps": 40,
+        "idle_steps": 0,
+        "hint": "",
         "seconds": 123.4,
         "run_dir": str(RUN.resolve()),
         "report": str((RUN / "report.html").resolve()),
@@ -163,11 +166,26 @@ def test_quickstart_goes_on_with_an_unfinished_run_and_starts_anew_after_a_finis
 def test_an_interrupted_run_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = RunResult(0.25, None, 4, 9.0, Path("runs/mine"), interrupted=True)
+    stopped = RunResult(0.25, None, 4, 9.0, Path("runs/mine"), interrupted=True, kept="saved at step 4")
     monkeypatch.setattr(train, "run", lambda argv: stopped)
     assert train.main(["recipe=quickstart", "run.name=a b"]) == 130
     captured = capfd.readouterr()
     assert captured.out == "" and "python -m launch.train recipe=quickstart 'run.name=a b'" in captured.err
+    assert captured.err.startswith("interrupted; runs/mine: saved at step 4. To go on: ")
+
+
+def test_a_run_that_trained_nothing_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    idle = dataclasses.replace(RESULT, idle_steps=3, hint="3 of 3 steps trained nothing. Easier tasks help.")
+    for module, argv in ((train, ["recipe=quickstart"]), (quickstart, ["run.steps=3"])):
+        monkeypatch.setattr(module, "run", lambda argv: idle)
+        assert module.main(argv) == 0
+        assert idle.hint in capfd.readouterr().out.splitlines()
+    assert quickstart.main(["--json"]) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert (said["idle_steps"], said["hint"]) == (3, idle.hint)
 
 
 def test_quickstart_refuses_bad_input(capfd: pytest.CaptureFixture[str]) -> None:

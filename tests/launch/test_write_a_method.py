@@ -110,7 +110,7 @@ def test_the_page_names_what_there_is(root: Path) -> None:
     for page in ("write_a_method.md", "plug_points.md"):
         text = (root / "docs" / page).read_text()
         for path in re.findall(r"`((?:recipes|tests|megatron_ext|credit|edits)/[\w/]+\.(?:py|yaml))`", text):
-            if "/late/" in path:
+            if "/late/" in path or "/routers/" in path:  # what the pages write
                 continue
             places = (root / path, root / "megatron_ext" / path, root / "megatron_ext/credit" / path)
             assert any(place.exists() for place in places), path

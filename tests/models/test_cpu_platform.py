@@ -67,6 +67,7 @@ def test_no_cuda_call_survives_in_what_training_imports() -> None:
     assert checked > 100
 
 
+@pytest.mark.slow
 def test_tune_allocator_reuses_pages() -> None:
     code = (
         "import resource, sys, torch\n"

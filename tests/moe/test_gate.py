@@ -19,5 +19,7 @@ def test_a_low_end_above_zero_closes_below_it() -> None:
 def test_a_band_upside_down_is_refused() -> None:
     with pytest.raises(ValueError, match="low <= high"):
         EntropyGate(0.3, 0.2)
+    with pytest.raises(ValueError, match="entropy_low=-0.1 .* 0 <= low"):
+        EntropyGate(-0.1, 0.2)
     with pytest.raises(ValueError, match="entropy_high=nan"):
         EntropyGate(0.0, float("nan"))

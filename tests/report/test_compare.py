@@ -39,10 +39,25 @@ def test_seeds_of_a_configuration_are_one_group(tmp_path: Path) -> None:
     assert group_runs(runs[::2])[0].label == "all runs"
 
 
-def test_many_differences_get_a_letter(tmp_path: Path) -> None:
-    runs = [run(tmp_path, "a", 1, 0.5), run(tmp_path, "b", 1, 0.7, lr=2e-3, clip=0.1)]
-    runs[1].config.run.steps = 7
-    assert [group.label for group in group_runs(runs)] == ["configuration A", "configuration B"]
+def test_many_differences_are_told_by_the_names_of_the_runs(tmp_path: Path) -> None:
+    runs = [run(tmp_path, f"a{seed}", seed, 0.5) for seed in (1, 2, 3)]
+    runs.append(run(tmp_path, "b", 1, 0.7, lr=2e-3, clip=0.1))
+    runs[3].config.run.steps = 7
+    assert [group.label for group in group_runs(runs)] == ["a1, a2 and 1 more", "b"]
+
+
+def test_no_two_groups_have_the_same_label(tmp_path: Path) -> None:
+    """Runs of one recipe with several overrides each, beside one of another recipe; and runs of the same name."""
+    runs = [run(tmp_path, name, 1, 0.5, lr=lr, clip=clip) for name, lr, clip in (("a", 1, 0.1), ("b", 2, 0.3))]
+    other = run(tmp_path, "c", 1, 0.5)
+    other.config.recipe, other.config.run.steps = "run", 7
+    labels = [group.label for group in group_runs([*runs, other])]
+    assert labels == ["recipe=walk (a)", "recipe=walk (b)", "recipe=run"]
+    for made in runs:
+        made.config.run.name = "same"
+    runs[1].config.run.steps = 9
+    labels = [group.label for group in group_runs([*runs, other])]
+    assert labels[2] == "recipe=run" and len(set(labels)) == 3 and str(runs[0].path) in labels[0]
 
 
 def test_rows_have_intervals_over_seeds_or_tasks(tmp_path: Path) -> None:

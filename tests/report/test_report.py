@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -192,11 +193,62 @@ def test_several_runs(tmp_path: Path) -> None:
     assert "control.permute_rewards=false" in page.said and "control.permute_rewards=true" in page.said
     assert page.said.count("seed 2: ") == 1 and "Paired over seeds and tasks" in page.said
     assert "Each line is the mean over the runs of a group" in page.said and "t interval" in page.said
+    assert "Where a run logged a metric more than 10 times, each value is the mean of its last 5" in page.said
     found = build_page([read_run(run) for run in runs], None, Limits())
     entropy = next(p for section in found.sections for p in section.plots if p.title == "Entropy: full vocabulary")
     assert [line.label for line in entropy.lines] == [group.label for group in found.groups]
     assert [len(line.thin) for line in entropy.lines] == [3, 3]
     assert any(p.title == "Time of a step" for section in found.sections for p in section.plots)
+
+
+def test_a_curve_of_few_steps_is_drawn_as_it_is_and_the_caption_says_so(tmp_path: Path) -> None:
+    runs = []
+    for name in "ab":
+        made = config(tmp_path, name)
+        made.optimizer.lr = 1e-3 if name == "a" else 2e-3
+        runs.append(make_run(tmp_path / name, made=made, metrics=rows(10, seed=ord(name))))
+    said = report(*runs).said
+    assert "Each line is a run." in said and "mean of its last" not in said
+    read = [read_run(run) for run in runs]
+    found = build_page(read, None, Limits())
+    reward = next(p for section in found.sections for p in section.plots if p.title == "Reward: mean")
+    assert reward.data["lines"][0]["values"] == pytest.approx(read[0].series["reward/mean"].values, rel=1e-5)
+
+
+def test_what_a_router_policy_did_is_on_the_page(tmp_path: Path, root: Path) -> None:
+    """Policy and movement in the card; the gate's entropy with its band, apart from whether it was open."""
+    made = config(tmp_path, "run")
+    made.model.router = {"_target_": "megatron_ext.moe.structured.StructuredRouter", "entropy_high": 0.3}
+    made.rollout.replay_routing = True
+    metrics = rows(4)
+    for row in metrics[1:]:
+        row |= {"moe/gate": 1.0, "moe/gate_entropy": 0.25, "moe/router_change": 0.012, "moe/token_loss": 0.5}
+        row |= {"moe/loss/turn": -0.01, "moe/loss/token": 0.05, "moe/pulled_fraction": 0.6}
+    run = make_run(tmp_path / "run", made=made, metrics=metrics)
+    shutil.copy(root / "recipes/base/models/tiny_qwen3_moe/config.json", run / "model_config.json")
+    found = build_page([read_run(run)], None, Limits())
+    facts = dict(found.runs[0].facts)
+    assert facts["Routers"] == "structured, replayed; moved by 0.012 of their norm since RL started"
+    plots = {plot.title: plot for section in found.sections for plot in section.plots}
+    assert [line.label for line in plots["Loss"].lines] == ["loss terms together", "routing, token", "routing, turn"]
+    gate = plots["Entropy at the gate"]
+    assert [level.text for level in gate.levels] == ["open from 0", "open up to 0.3"] and gate.note == "nats"
+    for title in ("Gate of the routing losses", "Token loss", "Tokens pulled together"):
+        assert len(plots[title].lines) == 1 and plots[title].levels == ()
+    html = write_report([run]).read_text()
+    assert html.count('class="level"') == 2 and "darker is worse" in html
+
+
+def test_steps_that_trained_nothing_are_told(tmp_path: Path) -> None:
+    metrics = rows(3)
+    for row, kept in zip(metrics[1:], (0, 3, 0), strict=True):
+        row["filter/groups_kept"] = float(kept)
+    run = make_run(tmp_path / "run", metrics=metrics)
+    assert "Steps that trained nothing 2: no group was kept" in report(run).said
+    hint = "2 of 3 steps trained nothing. Easier tasks help."
+    other = make_run(tmp_path / "other", metrics=metrics, result={**RESULT, "steps": 3, "hint": hint})
+    assert f"Steps that trained nothing {hint}" in report(other).said
+    assert "Steps that trained nothing" not in report(make_run(tmp_path / "fine", metrics=rows(3))).said
 
 
 def test_runs_without_anything_in_common(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_what_asks_to_stop_is_left_to_the_trainer(engine: EmbeddedEngine, number
     assert engine.health().version == 1
 
 
+@pytest.mark.slow
 def test_a_hanging_engine_is_named_and_may_come_back(engine: EmbeddedEngine) -> None:
     client = EmbeddedClient(engine.connect(), stall_timeout=0.5)
     os.kill(engine.pid, signal.SIGSTOP)

@@ -247,8 +247,21 @@ def test_new_weights_take_over_between_two_tokens(bench: Callable[..., Bench]) -
         assert result.routed is not None
         wanted = other.routed(whole[:-1])
         assert np.array_equal(np.sort(result.routed, -1), np.sort(wanted, -1)), "experts of the latest forward"
+        assert result.rerun == (result.versions == 0).sum() % 20, "none of those that were done before"
     assert mixed == 4
-    with pytest.raises(EngineError, match="version 2 is older than the version 3"):
+    # In a dialogue the tokens of earlier calls run again too: rows are of all of them.
+    earlier = requests[0]
+    longer = np.concatenate([joined(earlier, results["w0"]), prompt(rng, 3)])
+    b.scheduler.submit(0, request("next", longer, session="w0", max_new_tokens=9, return_routed=True))
+    for _ in range(4):
+        b.scheduler.step()
+    again, same = loaded(MOE, 1)
+    b.scheduler.load(same, 4)
+    result = b.run()["next"]
+    assert result.routed is not None and result.routed_from == 0 and 0 < result.rerun < 9
+    wanted = again.routed(np.concatenate([longer, result.ids])[:-1])
+    assert np.array_equal(np.sort(result.routed, -1), np.sort(wanted, -1))
+    with pytest.raises(EngineError, match="version 2 is older than the version 4"):
         b.scheduler.load(weights, 2)
 
 

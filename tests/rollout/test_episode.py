@@ -6,11 +6,13 @@ Real environments, harnesses, codec and rewards, in this process; the model's wo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_ext.config.schema import RolloutConfig
 from megatron_ext.environments.calculator import Calculator
 from megatron_ext.environments.protocol import (
     Action,
@@ -33,6 +35,7 @@ from megatron_ext.rewards.protocol import Reward
 from megatron_ext.rollout.engine import FinishReason, GenerateRequest, GenerateResult
 from megatron_ext.rollout.episode import EpisodeLimits, EpisodeRun, Sampling, sampling_seed
 from megatron_ext.trajectory.record import Role, Status, TrajectoryBatch
+from megatron_ext.trajectory.routed_rows import Rerun
 from megatron_ext.trajectory.rows import make_rows
 from megatron_ext.trajectory.task import Task
 from tests.helpers.scripted import answer, small_codec
@@ -158,6 +161,34 @@ def test_every_request_says_how_to_sample(codec: ChatCodec) -> None:
     last = int(np.flatnonzero(batch.loss_mask)[-1])
     assert batch.routed_valid[:last].all() and not batch.routed_valid[last]
     np.testing.assert_array_equal(batch.routed[:last, 0, 0], np.arange(last) % 8)
+
+
+@pytest.mark.parametrize("rerun", list(Rerun))
+def test_a_prompt_that_ran_again_goes_where_the_order_says(codec: ChatCodec, rerun: Rerun) -> None:
+    def lost_cache(result: GenerateResult) -> GenerateResult:
+        assert result.routed is not None
+        return replace(result, routed=(result.routed + run.turns) % 8)
+
+    run = make_run(codec, Walk(), sampling=Sampling(record_routing=True, rerun=rerun))
+    batch, requests = play(run, Walk(), lambda turn: "go", lost_cache)
+    assert len(requests) == 3 and run.finished is not None and run.counts.sessions.sessions == 1
+    assert batch.num_segments == (3 if rerun is Rerun.SEGMENT else 1) and batch.num_sessions == 1
+    sampled = np.flatnonzero(batch.version >= 0)
+    for segment, request in zip(np.unique(batch.token_segment()[sampled]).tolist(), requests, strict=False):
+        first = int(batch.segment_tokens[segment])
+        assert batch.ids[first : first + len(request.input_ids)].tolist() == request.input_ids.tolist()
+    assert run.finished.reruns.positions > 0 and (run.finished.reruns.displaced == 0) == (rerun is Rerun.SEGMENT)
+
+
+def test_what_is_not_replayed_is_recorded_in_one_segment() -> None:
+    for replayed, key, want in (
+        (True, "segment", Rerun.SEGMENT),
+        (True, "first", Rerun.FIRST),
+        (False, "segment", Rerun.FIRST),
+    ):
+        rollout = RolloutConfig(record_routing=True, replay_routing=replayed, replay_rerun=key)
+        assert Sampling.of(rollout).rerun is want
+    assert Rerun(RolloutConfig().replay_rerun) is Rerun.SEGMENT
 
 
 def test_tools_with_a_real_calculator(codec: ChatCodec) -> None:

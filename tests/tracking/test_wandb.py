@@ -90,6 +90,7 @@ def test_offline_without_a_login_and_silent(tmp_path: Path) -> None:  # invarian
     assert [row["reward/mean"] for row in recorded(tmp_path)[2]] == [0.5]
 
 
+@pytest.mark.slow
 def test_an_unreachable_server_costs_one_line(tmp_path: Path) -> None:  # invariants 1 and 2
     done = run_alone(tmp_path, WANDB_API_KEY="a" * 40)
     assert done.returncode == 0 and done.stdout == ""

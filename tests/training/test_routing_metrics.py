@@ -30,7 +30,7 @@ def scored(batch: TrajectoryBatch, experts: np.ndarray, routed: np.ndarray | Non
 
 def measured(batch: TrajectoryBatch, scores: TokenScores, experts: int = 4, **values: object) -> RoutingSums:
     layers = range(0 if scores.experts is None else scores.experts.shape[1])
-    sums = step_routing(batch, scores, experts, layers, **values)  # type: ignore[arg-type]
+    sums = step_routing(batch, scores, experts, layers, **{"label": "op", **values})  # type: ignore[arg-type]
     assert sums is not None
     return sums
 
@@ -73,8 +73,14 @@ def test_without_a_recorded_rollout_everything_else_is_measured() -> None:
     assert same["moe/token_jaccard"] == 1 and same["moe/op_mi"] == pytest.approx(0, abs=1e-12)
     none = measured(replace(batch, turn_labels={}), scored(batch, experts)).metrics()
     assert "moe/op_mi" not in none and none["moe/token_jaccard"] == metrics["moe/token_jaccard"]
+    other = replace(batch, turn_labels={**batch.turn_labels, "kind": batch.turn_labels["op"] // 2})
+    of_kind = measured(other, scored(batch, experts), label="kind").metrics()
+    assert of_kind["moe/op_mi"] not in (metrics["moe/op_mi"], 0.0), "of the policy's own label"
+    assert measured(other, scored(batch, experts)).metrics() == metrics
+    unwritten = measured(batch, scored(batch, experts), label="kind").metrics()
+    assert not any(name.endswith("op_mi") for name in unwritten) and "moe/token_jaccard" in unwritten
     zeros = np.zeros(batch.num_tokens, np.float32)
-    assert step_routing(batch, TokenScores(zeros, zeros), 0, []) is None
+    assert step_routing(batch, TokenScores(zeros, zeros), 0, [], label="op") is None
 
 
 def test_experts_that_follow_the_operation_are_told_apart() -> None:

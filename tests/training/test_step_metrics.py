@@ -27,6 +27,7 @@ from megatron_ext.training.trainer import UpdateResult
 from megatron_ext.trajectory import version as policy_version
 from megatron_ext.trajectory.joining import select_groups
 from megatron_ext.trajectory.record import Status, TrajectoryBatch
+from megatron_ext.trajectory.routed_rows import RerunCounts
 from megatron_ext.trajectory.rows import make_rows
 from tests.helpers.gathering import on_ranks
 from tests.helpers.records import Traj, build, model, random_batch, single, user
@@ -116,6 +117,16 @@ def test_rollout_numbers(whole: TrajectoryBatch) -> None:
     for name, value in wanted.items():
         assert metrics[name] == pytest.approx(value), name
     assert metrics["reward/std"] == pytest.approx(np.std([1, 0, 1, 1, 0, 0, 0.5, 0.25]))
+
+
+def test_routing_that_was_recorded_again(whole: TrajectoryBatch) -> None:
+    """Counted where routing is recorded, and said nowhere else."""
+    groups = step_groups(whole)
+    assert not {"moe/replay_reruns", "moe/replay_displaced"} & rollout_metrics(groups, seconds=1.0).keys()
+    drawn = [replace(done, reruns=RerunCounts(i, i // 3)) for i, done in enumerate(groups.drawn)]
+    metrics = rollout_metrics(replace(groups, drawn=drawn), seconds=1.0)
+    check(metrics)
+    assert metrics["moe/replay_reruns"] == 10 and metrics["moe/replay_displaced"] == 2
 
 
 def test_parts_that_are_missing_are_counted_and_left_out(whole: TrajectoryBatch) -> None:

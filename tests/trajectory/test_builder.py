@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.trajectory.builder import TrajectoryBuilder, build_group
+from megatron_ext.trajectory.builder import FinishedTrajectory, TrajectoryBuilder, build_group
 from megatron_ext.trajectory.record import Field, RecordError, Role, SessionKind, Status, TrajectoryBatch, equal
+from megatron_ext.trajectory.routed_rows import Rerun, RerunCounts
+from megatron_ext.trajectory.rows import make_rows
 from megatron_ext.trajectory.version import pack
 
 
@@ -164,7 +166,7 @@ def test_segments_of_a_session_grow_in_turns_and_keep_their_own_routing() -> Non
     b.add_context(s, [1, 4])
     rows = np.arange(2, dtype=np.uint8).reshape(2, 1, 1)
     b.add_routed(s, rows + 5, 0)
-    b.add_model_turn(s, [5], [-1.0], versions(1), routed=rows, routed_from=0)  # turn 1; its rows come second
+    b.add_model_turn(s, [5], [-1.0], versions(1), routed=rows, routed_from=0)  # turn 1, sampled with its own
     b.reopen(s, 0)
     assert b.prompt_ids(s).tolist() == [1, 2, 3]
     b.add_message(s, Role.TOOL, [6])  # turn 2
@@ -179,7 +181,7 @@ def test_segments_of_a_session_grow_in_turns_and_keep_their_own_routing() -> Non
     assert batch.turn_number.tolist() == [0, 2, 3, 1]
     assert batch.routed is not None and batch.routed_valid is not None
     assert batch.routed_valid.tolist() == [False] * 6 + [True, True, False]
-    assert batch.routed[6:8, 0, 0].tolist() == [5, 6]
+    assert batch.routed[6:8, 0, 0].tolist() == [0, 1]
 
 
 def test_sessions_are_laid_out_one_after_another_and_know_their_parent_and_return() -> None:
@@ -216,6 +218,118 @@ def test_routing_stands_at_its_positions_and_the_first_row_stays() -> None:
     assert batch.routed.dtype == np.uint16
     assert batch.routed[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 0]
     assert batch.routed_valid.tolist() == [True] * 5 + [False]
+
+
+def experts(count: int, run: int) -> np.ndarray:
+    """Rows [count, 3, 2] of a forward that is told by its number."""
+    return np.tile(np.array([run, run + 100], dtype=np.uint8), (count, 3, 1))
+
+
+def ran_again(rerun: Rerun, *, same: bool = False) -> FinishedTrajectory:
+    """Three turns; between the first two and the last the engine lost its cache, and ran the history again."""
+    b = TrajectoryBuilder("t", 0, "h", rerun)
+    s = b.open_session()
+    b.add_message(s, Role.USER, [1, 2])
+    b.add_model_turn(s, [3, 4], [-1, -2], versions(2), routed=experts(3, 0), routed_from=0)
+    b.add_message(s, Role.TOOL, [5])
+    b.add_model_turn(s, [6], [-3], versions(1), routed=experts(2, 1), routed_from=3)
+    b.add_message(s, Role.TOOL, [7])
+    rows = np.concatenate([experts(3, 0), experts(2, 1), experts(2, 2)]) if same else experts(7, 2)
+    third = b.add_model_turn(s, [8, 9], [-4, -5], versions(2, 2), routed=rows[:, :, ::-1], routed_from=0, action_key=6)
+    b.set_turn_reward(third, 0.25)
+    assert b.prompt_ids(s).tolist() == list(range(1, 10))
+    b.add_message(s, Role.TOOL, [10])
+    b.add_model_turn(s, [11], [-6], versions(1, 2), routed=experts(2, 3), routed_from=8)
+    return b.finish(1, {}, True, Status.DONE)
+
+
+def runs(batch: TrajectoryBatch) -> list[int]:
+    """Which forward each token replays, -1 where none is recorded."""
+    assert batch.routed is not None and batch.routed_valid is not None
+    return np.where(batch.routed_valid, batch.routed.min(axis=(1, 2)).astype(int), -1).tolist()
+
+
+def test_a_turn_whose_prompt_ran_again_stands_on_its_own_forward() -> None:
+    """verl 6054: one row for each position is wrong for the tokens before new weights or for those after."""
+    finished = ran_again(Rerun.SEGMENT)
+    batch = finished.batch
+    validated = build_group("g", "t", [finished])
+    assert batch.segment_tokens.tolist() == [0, 7, 18] and batch.session_segments.tolist() == [0, 2]
+    assert batch.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, *range(1, 12)]
+    assert runs(batch) == [0, 0, 0, 1, 1, -1, -1, *[2] * 7, -1, 3, 3, -1]
+    # Every sampled token is trained once; what is repeated belongs to no turn.
+    assert batch.ids[batch.loss_mask].tolist() == [3, 4, 6, 8, 9, 11]
+    assert batch.turn[7:14].tolist() == [-1] * 7 and not batch.loss_mask[7:14].any()
+    assert batch.turn_number.tolist() == [0, 1, 2, 3, 4, 5, 6, 7] and batch.turn_reward[5] == 0.25
+    assert finished.reruns == RerunCounts(positions=5, displaced=0)
+    assert make_rows(validated).num_rows == 2 and make_rows(validated).mask.sum() == 6
+
+
+def test_the_first_forward_stands_where_segments_are_not_wanted() -> None:
+    finished = ran_again(Rerun.FIRST)
+    assert finished.batch.segment_tokens.tolist() == [0, 11]
+    assert runs(finished.batch) == [0, 0, 0, 1, 1, 2, 2, -1, 3, 3, -1]
+    # The last three tokens were sampled behind rows that are not kept.
+    assert finished.reruns == RerunCounts(positions=5, displaced=3)
+
+
+def test_a_prompt_that_ran_again_on_the_same_experts_changes_nothing() -> None:
+    first, segment = ran_again(Rerun.FIRST, same=True), ran_again(Rerun.SEGMENT, same=True)
+    assert equal(first.batch, segment.batch) and first.reruns == segment.reruns == RerunCounts()
+    assert first.batch.num_segments == 1
+
+
+@pytest.mark.parametrize("begun", [0, 2])
+def test_a_turn_is_never_cut(begun: int) -> None:
+    """What resumes a turn stays in its segment, its tokens counted; the next turn goes on from the last forward."""
+    b = TrajectoryBuilder("t", 0, "h", Rerun.SEGMENT)
+    s = b.open_session()
+    b.add_context(s, [1])
+    b.add_model_turn(s, [2], [-1], versions(1), routed=experts(1, 0), routed_from=0)
+    b.add_context(s, [3])
+    rows = experts(begun + 1, 0)
+    b.add_model_turn(s, [4] * begun, [-1] * begun, versions(begun), routed=rows, routed_from=1)
+    size = 3 + begun
+    b.extend_model_turn(s, [5, 6], [-1, -1], versions(2, 2), routed=experts(size + 1, 1), routed_from=0)
+    b.add_context(s, [7])
+    b.add_model_turn(s, [8], [-1], versions(1, 2), routed=experts(2, 2), routed_from=size + 1)
+    finished = b.finish(1, {}, True, Status.DONE)
+    batch = finished.batch
+    build_group("g", "t", [finished])
+    assert np.diff(batch.turn_end - batch.turn_start).tolist() == [begun + 1, -begun - 1] and batch.num_segments == 2
+    assert batch.loss_mask.sum() == 4 + begun
+    if begun:  # its first tokens stand on the first forward
+        assert runs(batch) == [*[0] * (size - 1), 1, 1, -1, -1, *[1] * (size + 1), 2, 2, -1]
+        assert finished.reruns == RerunCounts(size - 1, displaced=2)
+    else:  # nothing of it had been sampled: it begins where it goes on
+        assert runs(batch) == [0, 0, -1, *[1] * 4, 2, 2, -1]
+        assert finished.reruns == RerunCounts(2, displaced=0)
+
+
+def test_ids_that_were_run_again_inside_an_answer_are_counted() -> None:
+    b = TrajectoryBuilder("t", 0, "h", Rerun.SEGMENT)
+    s = b.open_session()
+    b.add_context(s, [1])
+    b.add_model_turn(s, [2, 3, 4], [-1] * 3, [1, 1, 2], routed=experts(3, 1), routed_from=0, rerun=2)
+    assert b.finish(0, {}, False, Status.DONE).reruns == RerunCounts(0, displaced=2)
+
+
+def test_what_is_refused_cuts_nothing() -> None:
+    b = TrajectoryBuilder("t9", 0, "h", Rerun.SEGMENT)
+    s = b.open_session()
+    b.add_context(s, [1])
+    b.add_model_turn(s, [2], [-1], versions(1), routed=experts(1, 0), routed_from=0)
+    for bad, match in (
+        ({"routed": experts(4, 1)}, "covers tokens 0..4, the segment has 3"),
+        ({"routed": experts(2, 1)[:, 0]}, "expected unsigned"),
+        ({"routed": experts(2, 1)[:, :2]}, "shape"),
+        ({"routed": experts(2, 1), "logp": [-1, -1]}, "logp has shape"),
+    ):
+        given: dict[str, Any] = {"logp": [-1], "routed_from": 0} | bad
+        with pytest.raises(RecordError, match=f"t9.*{match}"):
+            b.add_model_turn(s, [3], given.pop("logp"), versions(1), **given)
+    finished = b.finish(0, {}, False, Status.DONE)
+    assert finished.batch.ids.tolist() == [1, 2] and finished.reruns == RerunCounts()
 
 
 def test_bad_input_names_the_trajectory() -> None:

@@ -47,6 +47,24 @@ def test_turns_lie_segment_by_segment_and_keep_their_numbers() -> None:  # invar
     assert made["session_return"].tolist() == [[2, 3]] and made["routed"] is None
 
 
+def sampled(segment: Segment, turn: Turn, token: int, rows: list[int], start: int, rerun: int = 0) -> None:
+    routed = np.array(rows, dtype=np.uint8)[:, None, None]
+    segment.add_sampled("here", turn, np.array([token], np.int32), [-1], [0], Field.TEXT, routed, start, rerun)
+
+
+def test_rows_that_no_token_was_sampled_on_give_way() -> None:  # invariants 4 and 5
+    segment, turn = Segment(), Turn(0, Role.MODEL, 2, 2, trained=True)
+    segment.append(np.arange(2, dtype=np.int32))
+    segment.add_routed("here", np.array([[[1]], [[2]]], dtype=np.uint8), 0)
+    segment.turns.append(turn)
+    sampled(segment, turn, 7, [1, 3], 0, rerun=1)
+    assert (segment.reruns, segment.displaced) == (0, 1)  # the engine itself says so of its id
+    sampled(segment, turn, 8, [4, 3, 5], 0)
+    assert (segment.reruns, segment.displaced) == (1, 2)
+    made = flat([Session(SessionKind.NORMAL, -1, [segment])], {}, trainable=True)
+    assert made["routed"].ravel().tolist() == [1, 3, 5, 0]
+
+
 def test_the_first_row_of_a_position_stands() -> None:  # invariant 4
     segment = Segment()
     segment.append(np.arange(4, dtype=np.int32))

@@ -18,6 +18,7 @@ from megatron_ext.trajectory.joining import concat
 from megatron_ext.trajectory.merge import MergeOptions, Merging, Outcome, SessionInfo, merge_calls
 from megatron_ext.trajectory.merge_report import Start
 from megatron_ext.trajectory.record import RecordError, Role, SessionKind, Status, TrajectoryBatch, equal
+from megatron_ext.trajectory.routed_rows import Rerun, RerunCounts
 from megatron_ext.trajectory.rows import make_rows
 from megatron_ext.trajectory.version import pack
 from tests.helpers.recorded_calls import call, check_exact, merge, rollouts, segments, starts
@@ -221,9 +222,21 @@ def test_routing_rows_stay_with_their_tokens() -> None:
     assert batch.routed is not None and batch.routed_valid is not None
     assert batch.segment_tokens.tolist() == [0, 8, 15]
     assert batch.routed[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2, 3, 4, 5, 0]
-    assert batch.routed[:, 0, 1].tolist() == [0, 0, 0, 1, 1, 2, 2, 0, 0, 0, 0, 1, 3, 3, 0]
+    assert batch.routed[:, 0, 1].tolist() == [0, 0, 0, 1, 1, 2, 2, 0, 2, 2, 2, 2, 3, 3, 0]
     assert batch.routed_valid.tolist() == [True] * 7 + [False] + [True] * 6 + [False]
     assert merge(calls).stats.unrouted == 0
+    assert merge(calls).finished.reruns == RerunCounts(positions=5, displaced=1)
+    # Where each token has to replay its own forward, the call that ran everything again stands in a segment of its own.
+    apart = merge(calls, options=MergeOptions(rerun=Rerun.SEGMENT))
+    split = apart.finished.batch
+    assert [p.segment for p in apart.placements] == [0, 0, 1, 2] and split.segment_tokens.tolist() == [0, 7, 15, 22]
+    assert split.routed is not None and split.routed_valid is not None
+    assert split.routed[:7, 0, 1].tolist() == [0, 0, 0, 1, 1, 0, 0]
+    assert split.routed[7:, 0, 1].tolist() == [2] * 7 + [0] + [2] * 4 + [3, 3, 0]
+    assert split.routed_valid.tolist() == [True] * 5 + [False] * 2 + ([True] * 7 + [False]) + ([True] * 6 + [False])
+    assert apart.finished.reruns == RerunCounts(positions=5, displaced=0)
+    assert turn_table(split) == turn_table(batch) and starts(apart) == starts(merge(calls))
+    check_exact(calls, apart)
     assert merge([calls[0], replace(calls[1], routed=None)]).stats.unrouted == 2
     # The engine reused more than any recorded call ran: what nobody recorded stays invalid and is counted.
     gap = merge([calls[0], call(1, [1, 2, 9, 9, 9], [8], routed=rows(4, 5, 1), routed_from=4)])
@@ -275,6 +288,35 @@ def test_every_sampled_token_is_trained_exactly_once(calls: list[Call], seed: in
     assert turn_table(apart.finished.batch) == turn_table(merged.finished.batch)
     assert starts(apart) == starts(merged) and apart.stats.row_tokens >= merged.stats.row_tokens
     assert apart.stats.merged == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(rollouts(), st.integers(0, 2**32))
+def test_a_history_that_ran_again_moves_turns_and_changes_none(calls: list[Call], seed: int) -> None:
+    """Each call's rows name the call, so that whatever it ran again it ran on other experts."""
+    rng = np.random.default_rng(seed)
+    told = [
+        c if c.routed is None else replace(c, routed=np.full_like(c.routed, c.order if rng.random() < 0.5 else 99))
+        for c in calls
+    ]
+    merged = merge(told)
+    apart = merge(told, options=MergeOptions(rerun=Rerun.SEGMENT))
+    check_exact(told, apart)
+    assert turn_table(apart.finished.batch) == turn_table(merged.finished.batch)
+    assert make_rows(apart.finished.batch).mask.sum() == apart.stats.sampled_tokens
+    assert starts(apart) == starts(merged) and apart.stats.unrouted >= 0
+    batch = apart.finished.batch
+    if batch.routed is None or batch.routed_valid is None:
+        return
+    resumed = {p.turn for p in apart.placements if p.start is Start.RESUMES}
+    by_order, where = {c.order: c for c in told}, {int(n): t for t, n in enumerate(batch.turn_number)}
+    for placement in apart.placements:
+        c, turn = by_order[placement.order], where[placement.turn]
+        if c.routed is None or placement.turn in resumed:
+            continue  # a turn of several pieces may stand on several forwards
+        first = int(batch.segment_tokens[batch.turn_segment()[turn]])
+        span = slice(first + c.routed_from, first + c.length - 1)
+        assert batch.routed_valid[span].all() and np.array_equal(batch.routed[span], c.routed)
 
 
 @settings(max_examples=150, deadline=None)

@@ -66,7 +66,7 @@
 
   // The pointer over a chart reads every visible line at the nearest step.
   for (const chart of document.querySelectorAll(".chart")) {
-    const svg = chart.querySelector("svg");
+    const svg = chart.querySelector(":scope > svg");
     const drawn = data[Number(chart.dataset.chart)];
     if (!svg || !drawn.lines) continue;
     const cursor = svg.querySelector(".cursor");

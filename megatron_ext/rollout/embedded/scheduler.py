@@ -36,13 +36,15 @@ Key = tuple[int, str]
 
 @dataclass
 class Job:
-    """A request. ``prompt``: its ids as bytes; ``routed_from``: first token run for it; ``ended``: keep no cache."""
+    """A request. ``prompt``: its ids as bytes; ``routed_from``: first token run for it; ``rerun``: ids that new weights
+    ran again; ``ended``: keep no cache."""
 
     owner: int
     request: GenerateRequest
     prompt: bytes
     seat: int = -1
     routed_from: int = 0
+    rerun: int = 0
     ended: bool = False
 
     @property
@@ -141,6 +143,8 @@ class Scheduler:
         for seat in list(self._idle):
             self._release(seat)
         slots = self._slots
+        for seat, job in self._running.items():
+            job.routed_from, job.rerun = 0, int(slots.length[seat]) - len(job.request.input_ids)
         slots.cached[:] = 0
         slots.arrange(np.where(slots.zones() == READY, FILLING, slots.zones()))
 
@@ -324,6 +328,7 @@ class Scheduler:
             finish,
             routed,
             job.routed_from,
+            job.rerun,
         )
 
     def _empty_result(self, job: Job) -> GenerateResult:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from megatron_ext.config.compose import compose
 from megatron_ext.config.instantiate import instantiate
 from megatron_ext.moe.routing_losses import consistency, jaccard, pulled
 from megatron_ext.moe.statistics import RoutingStatistics
-from megatron_ext.moe.structured import StructuredRouter
+from megatron_ext.moe.structured import RoutingTerm, StructuredRouter
+from megatron_ext.moe.view import BatchStatistics, Counts
 
 TURNS = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.1, 0.2, 0.7]], dtype=torch.float64)
 READ, UPDATE = 0, 2  # numbers of the environment's operations
@@ -26,16 +26,24 @@ def policy(preset: str = "recipe", *overrides: str) -> StructuredRouter:
     return made
 
 
-def statistics(router: StructuredRouter, operations: tuple[int, ...], **values: Any) -> RoutingStatistics:
+def measured(router: StructuredRouter, operations: tuple[int, ...], entropy: float = 0.1) -> BatchStatistics:
     """Of one layer whose turns ``TURNS`` are tool use of ``operations``, without thinking."""
     sums = torch.zeros(1, 2, router.operations, 3, dtype=torch.float64)
     turns = torch.zeros(2, router.operations, dtype=torch.float64)
     for p, operation in zip(TURNS, operations, strict=True):
         sums[0, 1, operation] += p
         turns[1, operation] += 1
-    given: dict[str, Any] = {"entropy": 0.1, "pairs": 2, **values}
-    none = torch.zeros(1, dtype=torch.float64)
-    return RoutingStatistics(sums=sums, turns=turns, local=none, pulled=none, **given)
+    parts = {"turns": sums.flatten(1, 2), "pairs": torch.zeros(1, 2, dtype=torch.float64)}
+    return BatchStatistics(sums=parts, counts=Counts(turns.flatten(), 2), entropy=entropy, layers=1, experts=3)
+
+
+def statistics(router: StructuredRouter, operations: tuple[int, ...]) -> RoutingStatistics:
+    return router.statistics(measured(router, operations))
+
+
+def term(router: StructuredRouter, opened: BatchStatistics) -> RoutingTerm | None:
+    """Of the whole batch as one optimizer step."""
+    return router.term(opened, opened.counts) if router.is_open(opened) else None
 
 
 def sets(*members: tuple[int, ...]) -> torch.Tensor:
@@ -57,10 +65,9 @@ def test_turns_of_two_operations() -> None:
 
 def test_the_turn_loss_is_minus_the_information_times_its_coefficient() -> None:
     router = policy()
-    opened = statistics(router, (READ, READ, UPDATE))
-    term = router.term(opened, opened.turns, 2)
-    assert term is not None and term.turn is not None and term.token == pytest.approx(router.consistency / 2)
-    weights = term.turn.view(2, router.operations, 3)[1].double()
+    found = term(router, measured(router, (READ, READ, UPDATE)))
+    assert found is not None and found.turn is not None and found.token == pytest.approx(router.consistency / 2)
+    weights = found.turn.view(2, router.operations, 3)[1].double()
     loss = sum(weights[o] @ p for o, p in zip((READ, READ, UPDATE), TURNS, strict=True))
     assert float(loss) == pytest.approx(-router.mutual_information * 0.2101309, rel=1e-6)
 
@@ -84,8 +91,6 @@ def test_pairs_of_tokens() -> None:
 def test_the_gate(entropy: float, acts: bool) -> None:
     gated, always = policy("paper"), policy("micro_nogate")
     for router, want in ((gated, acts), (always, True)):
-        opened = statistics(router, (READ, READ, UPDATE), entropy=entropy)
-        assert (router.term(opened, opened.turns, 2) is not None) == want
+        assert (term(router, measured(router, (READ, READ, UPDATE), entropy)) is not None) == want
     nothing = policy("recipe", "model.router.mutual_information=0", "model.router.consistency=0")
-    opened = statistics(nothing, (READ, READ, UPDATE))
-    assert nothing.term(opened, opened.turns, 2) is None
+    assert term(nothing, measured(nothing, (READ, READ, UPDATE))) is None

@@ -1,0 +1,156 @@
+"""What ``docs/plug_points.md`` shows of routers, run as it stands: its files are written, keep the contract, train."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recipes as installed
+from launch.prepare import prepare
+from megatron_ext.config.instantiate import instantiate
+from megatron_ext.models.parallel import ParallelContext
+from megatron_ext.moe.policies import routers
+from megatron_ext.tracking.jsonl import FILE_NAME, read_metrics
+from megatron_ext.tracking.names import check
+from megatron_ext.training.run import train
+from tests.helpers.records import random_batch
+from tests.helpers.routing_contract import check_loss, check_policy, check_reach, check_silence, silent, steps
+from tests.helpers.structured import plain_distributions, with_operations
+from tests.helpers.training import (
+    gradients,
+    make_trainer,
+    micro_of,
+    one_rank,
+    parameters,
+    plain_gradients,
+    plain_model,
+    random_inputs,
+    rows_of,
+)
+
+LONGEST = 30  # lines of code of a routing loss, comments, blank lines and imports aside
+BATCH = with_operations(random_batch(5, groups=2, untrainable=0.3, tokens=(2, 6)))
+TINY = (
+    "run.steps=2",
+    "run.threads=1",
+    "tasks.train_tasks=24",
+    "tasks.dev_tasks=4",
+    "tasks.test_tasks=4",
+    "batch.tasks_per_step=2",
+    "batch.trajectories_per_task=4",
+    "rollout.concurrency=8",
+    "warm_start.demonstrations=16",
+    "warm_start.min_epochs=0",
+    "warm_start.max_epochs=0.5",
+    "warm_start.target_success=0",
+    "warm_start.gate_tasks=4",
+    "evaluation.samples=1",
+    "credit.filter.constant_groups=false",
+    "tracking.wandb=null",
+)
+
+
+def files(root: Path) -> dict[str, str]:
+    """Path -> content of every file that the page writes: a path in code, then the next block of code."""
+    text = (root / "docs/plug_points.md").read_text()
+    named = r"`(recipes/routers/[^`]+)`:"
+    return dict(re.findall(named + r"\n\n```(?:python|yaml)\n(.*?)```", text, re.DOTALL))
+
+
+@pytest.fixture
+def page(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A recipes folder with what the page writes, on the import path as ``recipes.routers``."""
+    folder = tmp_path / "recipes"
+    (folder / "routers").mkdir(parents=True)
+    (folder / "base").symlink_to(root / "recipes" / "base")
+    for name, content in files(root).items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(installed, "__path__", [*installed.__path__, str(folder)])
+    importlib.invalidate_caches()
+    yield folder
+    for name in [name for name in sys.modules if name.startswith("recipes.routers")]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[ParallelContext]:
+    with one_rank() as made:
+        yield made
+
+
+def policy(page: Path, preset: str, **arguments: Any) -> Any:
+    node = prepare([f"recipe=routers/{preset}", "tracking.wandb=null"], page).model.router
+    return instantiate({**node, **arguments})
+
+
+def test_the_page_writes_two_short_modules(root: Path) -> None:
+    written = files(root)
+    assert set(written) == {
+        f"recipes/routers/{name}" for name in ("last.py", "recipe.yaml", "balance.py", "balanced.yaml")
+    }
+    for name in ("last.py", "balance.py"):
+        lines = written[f"recipes/routers/{name}"].splitlines()
+        said = [line for line in lines if line.strip() and not line.startswith(("from ", "import ", "#", '"""'))]
+        assert len(said) <= LONGEST
+
+
+def test_only_the_router_of_the_last_layer_learns(page: Path, context: ParallelContext) -> None:
+    check_policy(lambda: policy(page, "recipe"), context, BATCH)
+    trainer = make_trainer(context, router=policy(page, "recipe"), weight_decay=0.1)
+    before = parameters(trainer)
+    steps(trainer, BATCH, micro_of(BATCH, rows_of(BATCH)), random_inputs(BATCH))
+    same = {name for name, value in parameters(trainer).items() if torch.equal(value, before[name])}
+    *others, last = [f"{name}.weight" for name, _ in routers(trainer.chunks)]
+    assert others and same == set(others)
+    assert last in before
+
+
+def test_the_loss_keeps_what_every_one_must(page: Path, context: ParallelContext) -> None:
+    def make() -> Any:
+        return policy(page, "balanced")
+
+    for checked in (check_policy, check_loss, check_reach, check_silence):
+        checked(make, context, BATCH)
+
+
+def test_the_loss_is_switch_s_over_sampled_tokens(page: Path, context: ParallelContext) -> None:
+    """Against the formula of the page, token by token, its shares held still."""
+    chunk = plain_model(context)
+    by_layer = plain_distributions(chunk, BATCH)
+    want = torch.zeros(())
+    for tokens in by_layer:
+        p = torch.stack(tokens)
+        experts = p.shape[1]
+        top = p.detach().topk(int(next(r for _, r in routers([chunk])).topk)).indices
+        share = torch.bincount(top.flatten(), minlength=experts) / top.numel()
+        want = want + experts * (share * p.mean(0)).sum() / len(by_layer)
+    want.backward()
+    grads = plain_gradients(chunk)
+    trainer = make_trainer(context, router=policy(page, "balanced", coefficient=1.0))
+    micro = micro_of(BATCH, rows_of(BATCH), cap=60)
+    said = steps(trainer, BATCH, micro, silent(BATCH), updates=1)
+    assert said["moe/loss/balance"] == pytest.approx(float(want.detach()), rel=1e-5)
+    for name, grad in gradients(trainer).items():
+        if name.endswith(".router.weight"):
+            assert grad.any() and torch.allclose(grad, grads[name], atol=1e-5 * float(grads[name].abs().max())), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["recipe", "balanced"])
+def test_it_trains(page: Path, tmp_path: Path, preset: str) -> None:
+    result = train(prepare([f"recipe=routers/{preset}", *TINY, f"run.root={tmp_path / 'runs'}"], page), page)
+    assert result.steps == 2
+    rows = [row for row in read_metrics(result.run_dir / FILE_NAME) if "moe/router_change" in row]
+    assert len(rows) == 2
+    # So small a run may never have been rewarded: then nothing but a routing loss moves a router.
+    assert preset == "recipe" or rows[-1]["moe/router_change"] > 0
+    for row in rows:
+        check(name for name in row if name.startswith("moe/"))
+        assert ("moe/loss/balance" in row) == ("moe/gate" in row) == (preset == "balanced")
