@@ -27,8 +27,8 @@ from megatron_ext.report.compare import Figure, figure, share
 from megatron_ext.report.run_data import RunData, read_run
 from megatron_ext.report.series import t_interval
 from megatron_ext.training.evaluation import EvalResult, Interval, mean_interval
-from megatron_ext.training.kept_step import read_step, sampled_steps
 from megatron_ext.training.session import credit_pipeline
+from megatron_ext.training.step_replay.kept_step import read_step, sampled_steps
 
 CHANGED_STD = 0.01  # tokens whose advantage moved by more than this share of the advantages' standard deviation
 

@@ -40,7 +40,7 @@ from megatron_ext.config.compose import COMPARISON, ConfigError
 from megatron_ext.config.ranges import MAX_SEED
 from megatron_ext.config.schema import Config
 from megatron_ext.tracking.names import MetricNameError, lookup
-from megatron_ext.training.warm_start_key import warm_start_parts
+from megatron_ext.training.warm_start.key import warm_start_parts
 
 SEEDS = (1, 2, 3)
 WARM_START_SEED = 1

@@ -6,7 +6,7 @@ import os
 import sys
 
 from megatron_ext.config.compose import ConfigError
-from megatron_ext.training.link import RankLost
+from megatron_ext.training.ranks.link import RankLost
 
 
 def expected() -> tuple[type[Exception], ...]:
@@ -30,9 +30,9 @@ def expected() -> tuple[type[Exception], ...]:
     from megatron_ext.rollout.journal import JournalError
     from megatron_ext.rollout.sources import TaskSetError
     from megatron_ext.tracking.jsonl import MetricsFileError
-    from megatron_ext.training.checkpoint import CheckpointError
+    from megatron_ext.training.checkpoints.checkpoint import CheckpointError
     from megatron_ext.training.folder import FolderError
-    from megatron_ext.training.kept_step import KeptStepError
+    from megatron_ext.training.step_replay.kept_step import KeptStepError
     from megatron_ext.trajectory.packing import PackingError
     from megatron_ext.trajectory.store import StoreError
 

@@ -30,7 +30,7 @@ from launch.output import json_lines as clean_stdout
 
 if TYPE_CHECKING:
     from megatron_ext.report.tokens import TokenValues, TrajectoryValues, TurnValues
-    from megatron_ext.training.kept_step import KeptStep
+    from megatron_ext.training.step_replay.kept_step import KeptStep
 
 WIDTH = 130  # columns where the output is no terminal
 ROLES = {"model": "bold", "user": "cyan", "tool": "magenta", "system": "yellow"}
@@ -58,7 +58,7 @@ def inspect(argv: Sequence[str] | None) -> int:
         from megatron_ext.report.run_data import ReportError
         from megatron_ext.report.text import run_tokenizer
         from megatron_ext.report.tokens import json_lines
-        from megatron_ext.training.kept_step import read_step
+        from megatron_ext.training.step_replay.kept_step import read_step
 
         try:
             if not options.run.is_dir():
@@ -78,7 +78,7 @@ def inspect(argv: Sequence[str] | None) -> int:
 
 
 def _choose(kept: KeptStep, trajectory: str | None) -> list[int]:
-    from megatron_ext.training.kept_step import KeptStepError
+    from megatron_ext.training.step_replay.kept_step import KeptStepError
 
     known = kept.batch.trajectory_id
     if trajectory is None:

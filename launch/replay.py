@@ -23,9 +23,9 @@ from launch.prepare import missing_packages, prepare
 from megatron_ext.config.compose import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_ext.training.replay import Opened
-    from megatron_ext.training.replay_rollout import RolloutReplay
-    from megatron_ext.training.replay_training import Compared, TrainReplay
+    from megatron_ext.training.step_replay.replay import Opened
+    from megatron_ext.training.step_replay.replay_rollout import RolloutReplay
+    from megatron_ext.training.step_replay.replay_training import Compared, TrainReplay
 
 KINDS = ("train", "rollout")
 
@@ -41,9 +41,9 @@ def replay(overrides: Sequence[str], step: int, kind: str, recipes: Path = RECIP
             ["--replay rollout: runs on one rank, whatever trained the weights; start it without torchrun"]
         )
     from megatron_ext.training.interrupt import Interrupted
-    from megatron_ext.training.replay import open_step
-    from megatron_ext.training.replay_rollout import replay_rollout
-    from megatron_ext.training.replay_training import replay_training
+    from megatron_ext.training.step_replay.replay import open_step
+    from megatron_ext.training.step_replay.replay_rollout import replay_rollout
+    from megatron_ext.training.step_replay.replay_training import replay_training
 
     try:
         opened = open_step(config, step, whole=kind == "train")
@@ -84,7 +84,7 @@ def _verdict(agrees: bool, opened: Opened, within: str) -> str:
 
 def train_text(found: TrainReplay) -> str:
     """The comparison as text; lines that differ by more than is allowed end in an arrow."""
-    from megatron_ext.training.replay_training import ATOL, RTOL
+    from megatron_ext.training.step_replay.replay_training import ATOL, RTOL
 
     lines = [*_notes(found.opened), f"{'metric':<36}{'recorded':>16}{'replayed':>16}"]
     lines += [_line(line) for line in sorted(found.metrics, key=lambda line: line.name)]
@@ -102,7 +102,7 @@ def _line(line: Compared) -> str:
 
 def rollout_text(found: RolloutReplay) -> str:
     """A line a group, and one for each trajectory that came out otherwise."""
-    from megatron_ext.training.replay_rollout import SAME_TRAJECTORIES
+    from megatron_ext.training.step_replay.replay_rollout import SAME_TRAJECTORIES
 
     lines = [
         *_notes(found.opened),

@@ -42,11 +42,11 @@ from megatron_ext.models.hf_weights import join, place_of
 from megatron_ext.models.parallel import ParallelContext, initialize, shutdown
 from megatron_ext.moe.policies import TrainedRouter, routers
 from megatron_ext.moe.replay_tokens import ReplayRule
-from megatron_ext.training.lockstep import rank_microbatches
 from megatron_ext.training.microbatch import MicroBatch
 from megatron_ext.training.optimizer import wrap
-from megatron_ext.training.replica import gather_scores
-from megatron_ext.training.scores import TokenScores
+from megatron_ext.training.ranks.lockstep import rank_microbatches
+from megatron_ext.training.ranks.replica import gather_scores
+from megatron_ext.training.scoring.scores import TokenScores
 from megatron_ext.training.trainer import TokenInputs, Trainer
 from megatron_ext.trajectory.packing import PackPlan
 from megatron_ext.trajectory.record import TrajectoryBatch

@@ -27,7 +27,7 @@ import torch
 from launch.benches._moe_setup import Size, World, groups_of, training_step
 from megatron_ext.config.instantiate import instantiate
 from megatron_ext.training.learner import Learner
-from megatron_ext.training.routing import RoutingLosses
+from megatron_ext.training.routing.routing import RoutingLosses
 from megatron_ext.trajectory.record import TrajectoryBatch
 
 EVERY_ROUND = ("plain", "replay", "losses")

@@ -34,13 +34,13 @@ from megatron_ext.rollout.engine import EngineControl
 from megatron_ext.rollout.episode import Sampling
 from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.tracking.composite import TrackerSet
-from megatron_ext.training import checkpoint
+from megatron_ext.training.checkpoints import checkpoint
 from megatron_ext.training.collect import StepGroups
 from megatron_ext.training.evaluate import run_orders
 from megatron_ext.training.learner import Learner
+from megatron_ext.training.measures.phases import Phases
 from megatron_ext.training.optimizer import wrap
-from megatron_ext.training.phases import Phases
-from megatron_ext.training.ranks import Ranks, alone, joined
+from megatron_ext.training.ranks.ranks import Ranks, alone, joined
 from megatron_ext.training.run import train
 from megatron_ext.training.session import (
     build_chunks,

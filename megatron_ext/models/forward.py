@@ -106,7 +106,7 @@ def record_routing(chunks: Sequence[torch.nn.Module]) -> Iterator[Routing]:
     """Records which experts the routers of ``chunks`` choose while the context is open. Costs one top-k a layer.
 
     A rank sees its own layers, and of the tokens its share: under context parallelism, and under tensor parallelism
-    with sequence parallelism. ``training.replica.whole_routing`` puts the shares together.
+    with sequence parallelism. ``training.ranks.replica.whole_routing`` puts the shares together.
     """
     routing = Routing()
 

@@ -3,7 +3,7 @@
 A routing loss is a sum over tokens, because no part of a batch sees the batch: what a formula needs of the whole
 (means, loads, mutual information, a gate) is measured in the forward that scores the batch under the weights that open
 it, and added up over micro-batches and ranks. The loss of an optimizer step holds it still, or is the tangent there.
-``training.routing`` runs the two forwards, ``moe.view`` is what the policy sees in them:
+``training.routing.routing`` runs the two forwards, ``moe.view`` is what the policy sees in them:
 
 1. ``tokens``: the tokens that count, each with a cell and a share, from the record alone.
 2. Scoring, every layer and micro-batch: ``measure`` adds to sums of ``sizes``; ``keep`` says what each token must find

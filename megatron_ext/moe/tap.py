@@ -272,7 +272,7 @@ def _site(chunk: torch.nn.Module, layer: TransformerLayer) -> _Site:
 def recording(tap: RouterTap) -> Iterator[Routing]:
     """Records which experts the routers of the tap's model choose themselves while the context is open, the larger
     score first; recomputed activations are not another forward. A rank sees its own layers and its share of the tokens:
-    ``training.replica.whole_routing`` puts the shares together."""
+    ``training.ranks.replica.whole_routing`` puts the shares together."""
     routing = Routing()
 
     def record(call: RouterCall, probs: torch.Tensor, routing_map: torch.Tensor) -> None:

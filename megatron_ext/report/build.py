@@ -32,7 +32,7 @@ from megatron_ext.report.text import run_tokenizer
 from megatron_ext.tracking.jsonl import FILE_NAME
 from megatron_ext.tracking.names import lookup
 from megatron_ext.training.evaluation import EvalResult, Interval
-from megatron_ext.training.kept_step import read_step, sampled_steps
+from megatron_ext.training.step_replay.kept_step import read_step, sampled_steps
 
 STEP_TIME = "time/step"
 SMOOTH = 5  # values of the running mean under several runs, as in the learning table

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.moe.load import layer_loads
 from megatron_ext.report.plot import number
-from megatron_ext.training.routing_metrics import RoutingHistory
+from megatron_ext.training.measures.routing_metrics import RoutingHistory
 
 COLUMNS = 120
 LEVELS = 127  # shades of a picture, the middle one at the mean

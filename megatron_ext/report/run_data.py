@@ -26,7 +26,7 @@ from megatron_ext.report.series import Series
 from megatron_ext.tracking.jsonl import FILE_NAME, read_metrics
 from megatron_ext.training.evaluate import load_result
 from megatron_ext.training.evaluation import EvalResult, Interval, paired_interval
-from megatron_ext.training.routing_metrics import RoutingHistory, read_routing
+from megatron_ext.training.measures.routing_metrics import RoutingHistory, read_routing
 
 
 class ReportError(ValueError):

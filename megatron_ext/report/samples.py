@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from megatron_ext.report.plot import number
 from megatron_ext.report.text import pieces
-from megatron_ext.training.kept_step import KeptStep
+from megatron_ext.training.step_replay.kept_step import KeptStep
 from megatron_ext.trajectory.record import Role, SessionKind, Status, TrajectoryBatch
 from megatron_ext.trajectory.version import UNSAMPLED, unpack
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from megatron_ext.report.samples import parts, reward_parts, session_text, trained_mask, version_text
 from megatron_ext.report.text import pieces
-from megatron_ext.training.kept_step import KeptStep
+from megatron_ext.training.step_replay.kept_step import KeptStep
 from megatron_ext.trajectory.record import Role, Status
 from megatron_ext.trajectory.version import UNSAMPLED
 

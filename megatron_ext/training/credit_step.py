@@ -22,7 +22,7 @@ from megatron_ext.credit.pipeline import Pipeline, Reduction, by_edit, combine, 
 from megatron_ext.credit.protocol import CreditError, CreditView, Stat
 from megatron_ext.credit.score_plan import CURRENT, ScorePlan, ScoreWeights, plan_scores
 from megatron_ext.credit.scoring import ScoreReply
-from megatron_ext.training.ranks import Gather, alone
+from megatron_ext.training.ranks.ranks import Gather, alone
 from megatron_ext.trajectory.record import TrajectoryBatch
 
 T = TypeVar("T")

@@ -35,18 +35,18 @@ from megatron_ext.moe.replay_tokens import ReplayRule
 from megatron_ext.tracking.composite import TrackerSet
 from megatron_ext.training.collect import StepGroups
 from megatron_ext.training.credit_step import REFERENCE, assign_credit, weights_table
-from megatron_ext.training.kept_step import StepScores
-from megatron_ext.training.lockstep import agreed_count, filled
+from megatron_ext.training.measures.phases import Phases
+from megatron_ext.training.measures.routing_metrics import RoutingLog, step_routing
 from megatron_ext.training.microbatch import MicroBatch, build_microbatch
-from megatron_ext.training.phases import Phases
 from megatron_ext.training.planning import plan_microbatches
-from megatron_ext.training.ranks import Gather, Ranks, alone
-from megatron_ext.training.routing import RoutingLosses
-from megatron_ext.training.routing_metrics import RoutingLog, step_routing
+from megatron_ext.training.ranks.lockstep import agreed_count, filled
+from megatron_ext.training.ranks.ranks import Gather, Ranks, alone
+from megatron_ext.training.routing.routing import RoutingLosses
 from megatron_ext.training.schedule import learning_rate
-from megatron_ext.training.score_execution import execute_plan
-from megatron_ext.training.score_microbatch import Recorded
-from megatron_ext.training.scores import TokenScores
+from megatron_ext.training.scoring.execution import execute_plan
+from megatron_ext.training.scoring.microbatch import Recorded
+from megatron_ext.training.scoring.scores import TokenScores
+from megatron_ext.training.step_replay.kept_step import StepScores
 from megatron_ext.training.trainer import TokenInputs, Trainer, UpdateResult
 from megatron_ext.trajectory import version as policy_version
 from megatron_ext.trajectory.packing import deal_trajectories

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_ext.training.measures.step_metrics import rollout_metrics, update_metrics
 from megatron_ext.training.run_state import Run
-from megatron_ext.training.step_metrics import rollout_metrics, update_metrics
 
 
 def train_loop(run: Run) -> None:

@@ -30,17 +30,18 @@ from megatron_ext.models.backends import ResolvedBackend, resolve_backend
 from megatron_ext.models.hf_config import load_hf_config
 from megatron_ext.moe.describe import routers_line
 from megatron_ext.tracking.composite import TrackerSet
-from megatron_ext.training import checkpoint, deterministic
+from megatron_ext.training import deterministic
+from megatron_ext.training.checkpoints import checkpoint
 from megatron_ext.training.evaluate import load_result, save_result
 from megatron_ext.training.evaluation import EvalResult
 from megatron_ext.training.folder import RunFolder, open_folder
-from megatron_ext.training.idle_steps import IdleSteps
 from megatron_ext.training.interrupt import Interrupted, InterruptFlag
 from megatron_ext.training.loop import train_loop
-from megatron_ext.training.ranks import Ranks, joined
+from megatron_ext.training.measures.idle_steps import IdleSteps
+from megatron_ext.training.ranks.ranks import Ranks, joined
 from megatron_ext.training.run_state import Run
 from megatron_ext.training.set_up import set_up
-from megatron_ext.training.warm_start_progress import unfinished_steps
+from megatron_ext.training.warm_start.progress import unfinished_steps
 
 
 @dataclass(frozen=True)

@@ -29,23 +29,24 @@ from megatron_ext.rollout.engine import EngineControl
 from megatron_ext.rollout.journal import JournaledCoordinator
 from megatron_ext.rollout.task_source import TaskSource
 from megatron_ext.tracking.names import LOWER, lookup
-from megatron_ext.training import checkpoint_files, kept_step
-from megatron_ext.training.async_save import Saved, Saver
-from megatron_ext.training.checkpoint import CheckpointError, SaveRequest
+from megatron_ext.training.checkpoints import files as checkpoint_files
+from megatron_ext.training.checkpoints.async_save import Saved, Saver
+from megatron_ext.training.checkpoints.checkpoint import CheckpointError, SaveRequest
 from megatron_ext.training.collect import Collector, StepGroups, take
 from megatron_ext.training.evaluate import evaluate
 from megatron_ext.training.evaluation import EvalResult
-from megatron_ext.training.idle_steps import IdleSteps, idle_steps
 from megatron_ext.training.interrupt import InterruptFlag
-from megatron_ext.training.kept_step import KeptStep
 from megatron_ext.training.learner import Learner
-from megatron_ext.training.memory import memory_metrics, resident_bytes
-from megatron_ext.training.profiling import StepProfiler
+from megatron_ext.training.measures.idle_steps import IdleSteps, idle_steps
+from megatron_ext.training.measures.memory import memory_metrics, resident_bytes
+from megatron_ext.training.measures.profiling import StepProfiler
+from megatron_ext.training.measures.router_change import RouterStart, router_change
+from megatron_ext.training.measures.throughput import speed_metrics
 from megatron_ext.training.publish import publish
-from megatron_ext.training.router_change import RouterStart, router_change
-from megatron_ext.training.sample_parts import joined_parts, part_of
-from megatron_ext.training.scores import TokenScores
-from megatron_ext.training.throughput import speed_metrics
+from megatron_ext.training.scoring.scores import TokenScores
+from megatron_ext.training.step_replay import kept_step
+from megatron_ext.training.step_replay.kept_step import KeptStep
+from megatron_ext.training.step_replay.sample_parts import joined_parts, part_of
 from megatron_ext.trajectory.store import TrajectoryStore
 from megatron_ext.trajectory.task import Task
 

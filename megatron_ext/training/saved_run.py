@@ -20,8 +20,8 @@ from megatron_ext.config.saved import load_resolved
 from megatron_ext.config.schema import Config, ParallelConfig
 from megatron_ext.models.backends import resolve_backend
 from megatron_ext.models.hf_config import HFConfig, load_hf_config
-from megatron_ext.training import checkpoint
-from megatron_ext.training.checkpoint import CheckpointError
+from megatron_ext.training.checkpoints import checkpoint
+from megatron_ext.training.checkpoints.checkpoint import CheckpointError
 from megatron_ext.training.folder import FolderError
 from megatron_ext.training.session import build_chunks, warm_start_folder
 

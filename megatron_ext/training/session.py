@@ -18,7 +18,7 @@ from megatron_ext.moe.protocol import RouterPolicy
 from megatron_ext.rollout.driver_process import DriverSpec
 from megatron_ext.rollout.engine import EngineControl
 from megatron_ext.rollout.episode import EpisodeLimits
-from megatron_ext.training.warm_start_key import warm_start_key, warm_start_parts, warm_start_router
+from megatron_ext.training.warm_start.key import warm_start_key, warm_start_parts, warm_start_router
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

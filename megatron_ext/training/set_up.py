@@ -32,19 +32,21 @@ from megatron_ext.rollout.journal import open_coordinator
 from megatron_ext.rollout.sources import check_task_set
 from megatron_ext.rollout.task_source import TaskSource
 from megatron_ext.tracking.composite import TrackerSet
-from megatron_ext.training import checkpoint, deterministic, profiling
+from megatron_ext.training import deterministic
+from megatron_ext.training.checkpoints import checkpoint
 from megatron_ext.training.collect import Collector
-from megatron_ext.training.first_weights import Players, first_weights
 from megatron_ext.training.folder import RunFolder
 from megatron_ext.training.interrupt import InterruptFlag
-from megatron_ext.training.phases import Phases
-from megatron_ext.training.profiling import StepProfiler
-from megatron_ext.training.ranks import Ranks, gather_over
-from megatron_ext.training.router_change import router_start
-from megatron_ext.training.routing_metrics import RoutingLog
+from megatron_ext.training.measures import profiling
+from megatron_ext.training.measures.phases import Phases
+from megatron_ext.training.measures.profiling import StepProfiler
+from megatron_ext.training.measures.router_change import router_start
+from megatron_ext.training.measures.routing_metrics import RoutingLog
+from megatron_ext.training.measures.throughput import measured_peak
+from megatron_ext.training.ranks.ranks import Ranks, gather_over
 from megatron_ext.training.run_state import Lead, Run
 from megatron_ext.training.session import TrainerBuilder, credit_pipeline, driver_spec, loss_terms, start_engine
-from megatron_ext.training.throughput import measured_peak
+from megatron_ext.training.warm_start.first_weights import Players, first_weights
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 
 

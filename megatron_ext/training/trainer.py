@@ -39,12 +39,12 @@ from megatron_ext.moe.protocol import RouterPolicy
 from megatron_ext.moe.replay import replaying
 from megatron_ext.moe.replay_tokens import ReplayCounts
 from megatron_ext.moe.tap import MicroRun, RouterTap, recording
-from megatron_ext.training.lockstep import check_count
+from megatron_ext.training.measures.phases import span
+from megatron_ext.training.measures.throughput import micro_work
 from megatron_ext.training.microbatch import MicroBatch
-from megatron_ext.training.phases import span
-from megatron_ext.training.replica import add_over, experts_by_token, whole_metrics, whole_routing
-from megatron_ext.training.scores import TokenScores
-from megatron_ext.training.throughput import micro_work
+from megatron_ext.training.ranks.lockstep import check_count
+from megatron_ext.training.ranks.replica import add_over, experts_by_token, whole_metrics, whole_routing
+from megatron_ext.training.scoring.scores import TokenScores
 
 LOSS = "train/loss"
 Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # token indices, log-probs, entropies

@@ -14,9 +14,9 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.parallel import initialize, shutdown
 from megatron_ext.moe.policies import FrozenRouter, TrainedRouter, router_parameters
 from megatron_ext.moe.protocol import RouterPolicy
-from megatron_ext.training.lockstep import rank_microbatches
+from megatron_ext.training.measures.router_change import router_change, router_start
 from megatron_ext.training.optimizer import wrap
-from megatron_ext.training.router_change import router_change, router_start
+from megatron_ext.training.ranks.lockstep import rank_microbatches
 from megatron_ext.training.trainer import Trainer
 from tests.helpers.records import random_batch
 from tests.helpers.training import TERMS, TINY, parameters, random_inputs, rows_of

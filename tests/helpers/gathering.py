@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any, TypeVar
 
-from megatron_ext.training.ranks import Gather
+from megatron_ext.training.ranks.ranks import Gather
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from megatron_ext.moe.policies import TrainedRouter
 from megatron_ext.training.credit_step import weights_table
 from megatron_ext.training.optimizer import wrap
 from megatron_ext.training.publish import whole_tensors
-from megatron_ext.training.score_execution import execute_plan
+from megatron_ext.training.scoring.execution import execute_plan
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.records import random_batch

@@ -9,9 +9,9 @@ import torch
 
 from megatron_ext.config.schema import ParallelConfig
 from megatron_ext.models.parallel import ParallelContext, initialize, shutdown
-from megatron_ext.training.lockstep import agreed_count, rank_microbatches
 from megatron_ext.training.microbatch import build_microbatch
-from megatron_ext.training.replica import gather_scores, whole_metrics
+from megatron_ext.training.ranks.lockstep import agreed_count, rank_microbatches
+from megatron_ext.training.ranks.replica import gather_scores, whole_metrics
 from tests.helpers.records import random_batch
 from tests.helpers.training import BACKEND, TERMS, TINY, make_trainer, random_inputs, rows_of
 

@@ -13,7 +13,7 @@ from megatron_ext.moe.policies import TrainedRouter
 from megatron_ext.moe.protocol import RouterPolicy, routing_loss
 from megatron_ext.tracking.names import check
 from megatron_ext.training.microbatch import MicroBatch, build_microbatch
-from megatron_ext.training.routing import RoutingLosses
+from megatron_ext.training.routing.routing import RoutingLosses
 from megatron_ext.training.trainer import TokenInputs, Trainer
 from megatron_ext.trajectory.record import Status, TrajectoryBatch
 from tests.helpers.training import (

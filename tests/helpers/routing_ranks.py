@@ -19,9 +19,9 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.parallel import ParallelContext, initialize, shutdown
 from megatron_ext.moe.policies import TrainedRouter
 from megatron_ext.moe.protocol import RouterPolicy, RoutingLossPolicy
-from megatron_ext.training.lockstep import rank_microbatches
 from megatron_ext.training.optimizer import wrap
-from megatron_ext.training.routing import RoutingLosses
+from megatron_ext.training.ranks.lockstep import rank_microbatches
+from megatron_ext.training.routing.routing import RoutingLosses
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.structured import with_operations

@@ -13,7 +13,7 @@ from megatron_ext.config.saved import save_resolved
 from megatron_ext.config.schema import Config, ModelConfig, RunConfig, SamplesConfig, TasksConfig
 from megatron_ext.training.evaluate import save_result
 from megatron_ext.training.evaluation import EvalResult
-from megatron_ext.training.kept_step import KeptStep, StepScores, write_step
+from megatron_ext.training.step_replay.kept_step import KeptStep, StepScores, write_step
 from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.records import random_batch
 

@@ -17,8 +17,8 @@ from megatron_ext.credit.scoring import ScoreError, ScoreOutputs, ScoreRequest
 from megatron_ext.models.forward import packed_logits, unwrap
 from megatron_ext.models.parallel import ParallelContext, initialize, shutdown
 from megatron_ext.moe.replay_tokens import ReplayRule
-from megatron_ext.training.score_execution import execute_plan
-from megatron_ext.training.score_microbatch import Recorded
+from megatron_ext.training.scoring.execution import execute_plan
+from megatron_ext.training.scoring.microbatch import Recorded
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.records import random_batch

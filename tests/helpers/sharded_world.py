@@ -14,8 +14,8 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.models.parallel import ParallelContext, initialize, shutdown
 from megatron_ext.moe.policies import TrainedRouter
-from megatron_ext.training import checkpoint
-from megatron_ext.training.checkpoint import SaveRequest
+from megatron_ext.training.checkpoints import checkpoint
+from megatron_ext.training.checkpoints.checkpoint import SaveRequest
 from megatron_ext.training.optimizer import wrap
 from megatron_ext.training.trainer import Trainer
 from tests.helpers.records import random_batch

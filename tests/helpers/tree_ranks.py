@@ -9,10 +9,10 @@ import numpy as np
 
 from megatron_ext.config.schema import ParallelConfig
 from megatron_ext.models.parallel import ParallelContext, initialize, shutdown
-from megatron_ext.training.lockstep import rank_microbatches
 from megatron_ext.training.planning import plan_microbatches
-from megatron_ext.training.replica import gather_scores
-from megatron_ext.training.scores import TokenScores
+from megatron_ext.training.ranks.lockstep import rank_microbatches
+from megatron_ext.training.ranks.replica import gather_scores
+from megatron_ext.training.scoring.scores import TokenScores
 from megatron_ext.trajectory.record import TrajectoryBatch
 from megatron_ext.trajectory.rows import make_rows
 from tests.helpers.records import build, model, single, user

@@ -1,8 +1,8 @@
 """The same training step under every parallel layout, on real process groups: the cases of ``launch.bench layouts``.
 
-Covers the invariants of ``training/trainer.py`` (5), ``training/replica.py``, ``training/lockstep.py`` over ranks. A
-step that depended on how rollouts were cut into rows, micro-batches or ranks: slime 365 and 2090, miles 1931, Agent
-Lightning 594; log-probs that changed with the micro-batch: verl 2996; ranks that hung without a word: verl 3873.
+Covers the invariants of ``training/trainer.py`` (5), ``training/ranks/replica.py``, ``training/ranks/lockstep.py`` over
+ranks. A step that depended on how rollouts were cut into rows, micro-batches or ranks: slime 365 and 2090, miles 1931,
+Agent Lightning 594; log-probs that changed with the micro-batch: verl 2996; ranks that hung without a word: verl 3873.
 """
 
 from __future__ import annotations

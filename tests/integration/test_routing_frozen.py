@@ -50,7 +50,7 @@ def test_trained_routers_move(pool: RankPool, layout: str) -> None:
 
 
 def test_how_far_routers_moved_is_the_same_in_every_layout(pool: RankPool) -> None:
-    """``training/router_change.py``, 2: over ranks that hold all routers, and over stages that hold some."""
+    """``training/measures/router_change.py``, 2: over ranks that hold all routers, and over stages that hold some."""
     found = {
         name: {moved.change for moved in pool.call(ENTRY, LAYOUTS[name], "trained", "float32", 1, world=2)}
         for name in ("dp2", "tp2 sp ep2", "pp2", "vpp2")

@@ -1,7 +1,7 @@
 """Both routing losses under every parallel layout, on real process groups: values, statistics and gradients.
 
-Covers the invariants of ``training/routing.py`` and ``moe/structured.py`` over ranks. A step's second round has other
-weights, under which the linearised loss of the first is no longer what is measured.
+Covers the invariants of ``training/routing/routing.py`` and ``moe/structured.py`` over ranks. A step's second round
+has other weights, under which the linearised loss of the first is no longer what is measured.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import pytest
 from megatron_ext.rollout.coordinator import Coordinator, State
 from megatron_ext.rollout.journal import read
 from megatron_ext.tracking.jsonl import read_metrics
-from megatron_ext.training import kept_step
+from megatron_ext.training.step_replay import kept_step
 from tests.helpers.walk_recipe import write_recipes
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]

@@ -18,8 +18,8 @@ from megatron_ext.config.compose import ConfigError
 from megatron_ext.credit.pipeline import open_view
 from megatron_ext.report.compare import Figure
 from megatron_ext.report.series import t975
-from megatron_ext.training.kept_step import KeptStep, StepScores
 from megatron_ext.training.session import credit_pipeline
+from megatron_ext.training.step_replay.kept_step import KeptStep, StepScores
 from tests.helpers.records import random_batch
 from tests.helpers.run_folders import config, evaluation, make_run, rows
 

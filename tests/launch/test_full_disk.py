@@ -8,8 +8,8 @@ import pytest
 
 from launch.prepare import prepare
 from megatron_ext.tracking.jsonl import read_metrics
-from megatron_ext.training import checkpoint_files as files
-from megatron_ext.training.checkpoint import CheckpointError
+from megatron_ext.training.checkpoints import files
+from megatron_ext.training.checkpoints.checkpoint import CheckpointError
 from megatron_ext.training.run import train
 from tests.helpers.limits import files_at_most
 

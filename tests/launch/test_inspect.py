@@ -11,8 +11,8 @@ import pytest
 
 from launch import cli
 from launch.inspect import colour, main, printable
-from megatron_ext.training.kept_step import read_step, write_step
 from megatron_ext.training.run import RunResult
+from megatron_ext.training.step_replay.kept_step import read_step, write_step
 from tests.helpers.records import build, model, single, user
 from tests.helpers.run_folders import kept_step, make_run
 from tests.helpers.scripted import small_codec

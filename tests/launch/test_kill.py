@@ -15,7 +15,7 @@ import pytest
 from megatron_ext.rollout.journal import read
 from megatron_ext.rollout.journal_audit import Audit, journal_audit
 from megatron_ext.tracking.jsonl import read_metrics
-from megatron_ext.training.checkpoint import list_checkpoints
+from megatron_ext.training.checkpoints.checkpoint import list_checkpoints
 from megatron_ext.training.deterministic import comparable
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]

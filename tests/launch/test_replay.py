@@ -12,8 +12,8 @@ from launch import train as command
 from launch.prepare import prepare
 from launch.replay import replay
 from megatron_ext.training.folder import differing
-from megatron_ext.training.kept_step import path_of, read_step, write_step
 from megatron_ext.training.run import RunResult, train
+from megatron_ext.training.step_replay.kept_step import path_of, read_step, write_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

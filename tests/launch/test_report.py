@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch import cli, report
-from megatron_ext.training.kept_step import read_step, sampled_steps
 from megatron_ext.training.run import RunResult
+from megatron_ext.training.step_replay.kept_step import read_step, sampled_steps
 from tests.helpers.run_folders import config, make_run, rows
 
 

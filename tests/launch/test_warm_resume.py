@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.training.warm_start_progress import unfinished_steps
+from megatron_ext.training.warm_start.progress import unfinished_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

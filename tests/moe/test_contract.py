@@ -15,7 +15,7 @@ from megatron_ext.moe.policies import FrozenRouter, TrainedRouter
 from megatron_ext.moe.protocol import RouterPolicy, routing_loss
 from megatron_ext.moe.structured import StructuredRouter
 from megatron_ext.moe.view import BatchStatistics, Counts, RouterView
-from megatron_ext.training.routing import RoutingLosses
+from megatron_ext.training.routing.routing import RoutingLosses
 from tests.helpers.records import random_batch
 from tests.helpers.routing_contract import (
     check_closed,

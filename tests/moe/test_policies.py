@@ -19,7 +19,7 @@ from megatron_ext.moe.protocol import RouterPolicy
 from megatron_ext.training.optimizer import wrap
 from megatron_ext.training.session import build_chunks
 from megatron_ext.training.trainer import Trainer
-from megatron_ext.training.warm_start_key import warm_start_router
+from megatron_ext.training.warm_start.key import warm_start_router
 from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.records import random_batch
 from tests.helpers.replaying import Overridden
@@ -202,7 +202,7 @@ def test_a_run_that_trained_its_routers_goes_on_with_frozen_ones(
     rank: ParallelContext, batch: TrajectoryBatch, tmp_path: Path
 ) -> None:
     """What is saved is the weights, not the choice: resumed under the other policy, the routers stay what they were."""
-    from megatron_ext.training import checkpoint
+    from megatron_ext.training.checkpoints import checkpoint
 
     trained = make_trainer(rank, weight_decay=0.1)
     train(trained, batch, 2)

@@ -19,8 +19,8 @@ from megatron_ext.moe.replay import check_replayable, replaying
 from megatron_ext.moe.replay_tokens import ReplayCounts, ReplayError, ReplayRule
 from megatron_ext.moe.tap import RouterCall
 from megatron_ext.training.microbatch import MicroBatch, build_microbatch
-from megatron_ext.training.score_execution import execute_plan
-from megatron_ext.training.score_microbatch import Recorded
+from megatron_ext.training.scoring.execution import execute_plan
+from megatron_ext.training.scoring.microbatch import Recorded
 from megatron_ext.training.trainer import Trainer, UpdateResult
 from megatron_ext.trajectory.record import TrajectoryBatch
 from tests.helpers.records import random_batch

@@ -19,8 +19,8 @@ from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.replay_tokens import ReplayRule
 from megatron_ext.rollout.embedded.engine import EmbeddedEngine
 from megatron_ext.rollout.engine import GenerationClient
-from megatron_ext.training.lockstep import rank_microbatches
 from megatron_ext.training.publish import whole_tensors
+from megatron_ext.training.ranks.lockstep import rank_microbatches
 from megatron_ext.training.trainer import Trainer
 from megatron_ext.trajectory.builder import FinishedTrajectory, TrajectoryBuilder, build_group
 from megatron_ext.trajectory.record import Role, Status, TrajectoryBatch

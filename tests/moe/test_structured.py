@@ -16,7 +16,7 @@ from megatron_ext.moe.statistics import RoutingStatistics, pairs
 from megatron_ext.moe.structured import StructuredRouter
 from megatron_ext.moe.tap import RouterCall
 from megatron_ext.training.microbatch import MicroBatch, build_microbatch
-from megatron_ext.training.routing import RoutingLosses
+from megatron_ext.training.routing.routing import RoutingLosses
 from megatron_ext.training.trainer import TokenInputs, Trainer
 from megatron_ext.trajectory.record import Status, TrajectoryBatch
 from tests.helpers.records import build, model, random_batch, single, user

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_ext.report.render import write_report
-from megatron_ext.training.kept_step import write_step
-from megatron_ext.training.routing_metrics import RoutingLog
+from megatron_ext.training.measures.routing_metrics import RoutingLog
+from megatron_ext.training.step_replay.kept_step import write_step
 from tests.helpers.browser import CHROMIUM, Page, browser
 from tests.helpers.records import build, model, single, user
 from tests.helpers.run_folders import config, evaluation, kept_step, make_run, rows

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.report.experts import COLUMNS, REACH, expert_map
 from megatron_ext.report.render import write_report
-from megatron_ext.training.routing_metrics import RoutingHistory, RoutingLog
+from megatron_ext.training.measures.routing_metrics import RoutingHistory, RoutingLog
 from tests.helpers.run_folders import config, make_run, rows
 from tests.helpers.structured import loads
 

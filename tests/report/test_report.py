@@ -17,7 +17,7 @@ from megatron_ext.report.build import build_page
 from megatron_ext.report.render import write_report
 from megatron_ext.report.run_data import ReportError, read_run
 from megatron_ext.report.samples import Limits
-from megatron_ext.training.kept_step import write_step
+from megatron_ext.training.step_replay.kept_step import write_step
 from tests.helpers.records import build, model, single, user
 from tests.helpers.run_folders import config, evaluation, kept_step, make_run, rows
 from tests.helpers.scripted import small_codec

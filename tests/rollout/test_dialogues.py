@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_ext.harness.protocol import HarnessError, Message
 from megatron_ext.harness.template import CHATML, ChatCodec, load_codec
 from megatron_ext.harness.tokenizer import save_tokenizer
-from megatron_ext.training.kept_step import read_step, write_step
+from megatron_ext.training.step_replay.kept_step import read_step, write_step
 from megatron_ext.trajectory.record import Field, Role, Status, equal
 from megatron_ext.trajectory.store import TrajectoryStore
 from tests.helpers.dialogue_play import (

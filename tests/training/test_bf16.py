@@ -21,8 +21,8 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.forward import unwrap
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.policies import TrainedRouter
-from megatron_ext.training import checkpoint
-from megatron_ext.training.checkpoint import CheckpointError, SaveRequest, list_checkpoints
+from megatron_ext.training.checkpoints import checkpoint
+from megatron_ext.training.checkpoints.checkpoint import CheckpointError, SaveRequest, list_checkpoints
 from megatron_ext.training.optimizer import wrap
 from megatron_ext.training.trainer import TokenInputs, Trainer
 from megatron_ext.trajectory.record import TrajectoryBatch

@@ -28,8 +28,8 @@ from megatron_ext.rollout.journal import JournaledCoordinator, open_coordinator
 from megatron_ext.rollout.sources import SequentialTasks
 from megatron_ext.training.collect import DRIVER, Collector, StepGroups, take
 from megatron_ext.training.interrupt import Interrupted
-from megatron_ext.training.phases import Phases
-from megatron_ext.training.step_metrics import rollout_metrics
+from megatron_ext.training.measures.phases import Phases
+from megatron_ext.training.measures.step_metrics import rollout_metrics
 from megatron_ext.trajectory.record import Status
 from megatron_ext.trajectory.store import Ref, TrajectoryStore
 from megatron_ext.trajectory.task import Task

@@ -18,8 +18,8 @@ from megatron_ext.credit.scoring import ScoreError, ScoreReply
 from megatron_ext.rollout.agreement import assign
 from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.training.credit_step import assign_credit, together, weights_table
-from megatron_ext.training.ranks import Gather, alone
-from megatron_ext.training.sample_parts import group_tokens
+from megatron_ext.training.ranks.ranks import Gather, alone
+from megatron_ext.training.step_replay.sample_parts import group_tokens
 from megatron_ext.trajectory.joining import select_groups
 from megatron_ext.trajectory.record import Status, TrajectoryBatch
 from tests.helpers.asking_edit import Surprise

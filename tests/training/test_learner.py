@@ -15,9 +15,9 @@ from megatron_ext.rollout.events import GroupMeta
 from megatron_ext.tracking.composite import TrackerSet
 from megatron_ext.training.collect import StepGroups
 from megatron_ext.training.learner import Learner, only, step_weights
-from megatron_ext.training.phases import Phases
-from megatron_ext.training.ranks import Gather, Ranks, alone
-from megatron_ext.training.sample_parts import group_tokens
+from megatron_ext.training.measures.phases import Phases
+from megatron_ext.training.ranks.ranks import Gather, Ranks, alone
+from megatron_ext.training.step_replay.sample_parts import group_tokens
 from megatron_ext.trajectory.joining import select_groups
 from megatron_ext.trajectory.packing import deal_trajectories, split_optimizer_steps
 from megatron_ext.trajectory.record import TrajectoryBatch

@@ -1,0 +1,1 @@
+"""Checkpoints: what is written, how, and how any layout reads it."""

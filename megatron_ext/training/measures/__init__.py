@@ -1,0 +1,1 @@
+"""What a step measured: metrics, time, memory."""

@@ -1,0 +1,1 @@
+"""What ranks agree on, exchange and do together."""

@@ -1,0 +1,1 @@
+"""Routing losses in a training step."""

@@ -1,0 +1,1 @@
+"""Scores of tokens under the policy and other weights: what credit edits ask for."""

@@ -1,0 +1,1 @@
+"""A step that was kept whole, done again."""

@@ -1,0 +1,1 @@
+"""The supervised warm start: imitation of a script until it sometimes wins."""
