@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from rich.text import Text
 
 from launch.errors import expected, show
 from launch.output import json_lines as clean_stdout
+from launch.output import printing
 
 if TYPE_CHECKING:
     from megatron_ext.report.tokens import TokenValues, TrajectoryValues, TurnValues
@@ -37,11 +37,7 @@ ROLES = {"model": "bold", "user": "cyan", "tool": "magenta", "system": "yellow"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return inspect(argv)
-    except BrokenPipeError:  # who reads has seen enough (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+    return printing(lambda: inspect(argv))
 
 
 def inspect(argv: Sequence[str] | None) -> int:

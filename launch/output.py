@@ -1,4 +1,4 @@
-"""Keeps stdout clean for ``--json``: JSON lines there, everything else on stderr.
+"""Stdout of the commands: clean for ``--json`` (JSON lines there, everything else on stderr), and readers that leave.
 
 Invariant (``tests/launch/test_output.py``): inside ``json_lines`` whatever this process, its libraries or its children
 write to file descriptor 1 goes to stderr; only the writer reaches the real stdout, one object a line.
@@ -14,6 +14,17 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 Write = Callable[[Mapping[str, Any]], None]
+
+
+def printing(command: Callable[[], int]) -> int:
+    """The exit status of a command that prints; 0 where who reads has seen enough (``| head``)."""
+    try:
+        status = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered is written at exit
+        return 0
+    return status
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 from launch.errors import show as show_error
+from launch.output import printing
 from launch.paths import RECIPES, ROOT
 from launch.recipes_about import find
 from megatron_ext.config.compose import ConfigError
@@ -110,13 +111,11 @@ def main(argv: Sequence[str] | None = None, recipes: Path = RECIPES, tests: Path
         if options.command == "list":
             from launch.recipes_show import listing
 
-            print("\n".join(listing(recipes, tests)))
-            return 0
+            return printing(lambda: _lines(listing(recipes, tests)))
         if options.command == "show":
             from launch.recipes_show import card, split
 
-            print("\n".join(card(*split(options.name, recipes), recipes, tests)))
-            return 0
+            return printing(lambda: _lines(card(*split(options.name, recipes), recipes, tests)))
         slug = find(options.name, recipes)
         if options.command == "check":
             return _check(slug, recipes, tests)
@@ -138,6 +137,11 @@ def main(argv: Sequence[str] | None = None, recipes: Path = RECIPES, tests: Path
         json=options.json,
     )
     return run(wanted, recipes)
+
+
+def _lines(lines: Iterable[str]) -> int:
+    print("\n".join(lines))
+    return 0
 
 
 def _check(slug: str, recipes: Path, tests: Path) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.errors import is_first, show, status
+from launch.output import printing
 from launch.paths import RECIPES
 from launch.prepare import half_launched, missing_packages, prepare
 from launch.replay import KINDS, replay
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {unknown[0]}: no such option; there are {there_are}", file=sys.stderr)
         return 2
     if "-h" in flags or "--help" in flags:
-        return show_help(overrides)
+        return printing(lambda: show_help(overrides))
     try:
         if "--print-config" in flags:
             from omegaconf import OmegaConf

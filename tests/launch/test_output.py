@@ -33,3 +33,13 @@ def test_what_is_no_number_is_no_json(root: Path) -> None:
     script = "from launch.output import json_lines\nwith json_lines() as write: write({'a': float('nan')})"
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and done.stdout == ""
+
+
+def test_a_reader_that_leaves_is_no_error(root: Path) -> None:
+    script = "from launch.output import printing\nraise SystemExit(printing(lambda: print('line\\n' * 100_000) or 3))"
+    done = subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.stdout is not None and done.stderr is not None
+    assert done.stdout.readline() == b"line\n"
+    done.stdout.close()
+    assert done.wait(timeout=60) == 0 and done.stderr.read() == b""
+    done.stderr.close()
