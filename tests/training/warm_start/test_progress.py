@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.warm_start.test_warm_start import config, demonstrations
 
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.training.checkpoints.files import CheckpointError
@@ -17,6 +16,7 @@ from megatron_ext.training.warm_start.progress import Progress, forget, progress
 from megatron_ext.training.warm_start.warm_start import Position, WarmStartReport, run_warm_start
 from tests.helpers.limits import files_at_most
 from tests.helpers.training import identical, make_trainer, moments, parameters
+from tests.training.warm_start.test_warm_start import config, demonstrations
 
 STEPS = 9  # three passes of three steps
 
