@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.moe.load import layer_loads
-from megatron_ext.report.plot import number
+from megatron_ext.report.numbers import number
 from megatron_ext.training.measures.routing_metrics import RoutingHistory
 
 COLUMNS = 120

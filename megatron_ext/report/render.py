@@ -1,6 +1,6 @@
 """The page as one HTML file: no network, no other file, styles and script inline.
 
-Invariants (``tests/report/test_report.py`` asserts each):
+Invariants (``tests/report/test_render.py`` asserts each):
 
 1. Text of runs (generated tokens, names, values) is always escaped, and the page's policy lets only its own script run
    and loads nothing.
@@ -19,9 +19,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron_ext.report.build import Page, build_page
-from megatron_ext.report.plot import number
+from megatron_ext.report.numbers import number, points, signed
 from megatron_ext.report.run_data import ReportError, read_run
-from megatron_ext.report.samples import Limits, signed
+from megatron_ext.report.samples import Limits
 
 FILE_NAME = "report.html"
 _PAGE = Path(__file__).parent / "page"
@@ -49,11 +49,6 @@ def render(page: Page) -> str:
 def visible(text: str) -> str:
     """A token's text with what would not be seen made visible: line breaks, and pieces of a character."""
     return text.replace("\n", "↵\n") if text else "▫"
-
-
-def points(share: float, sign: bool = False) -> str:
-    """A share in per cent, or a difference of two in points."""
-    return f"{100 * share:{'+' if sign else ''}.1f}"
 
 
 def write_report(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from megatron_ext.report.plot import number
+from megatron_ext.report.numbers import number, signed
 from megatron_ext.report.text import pieces
 from megatron_ext.training.step_replay.kept_step import KeptStep
 from megatron_ext.trajectory.record import Role, SessionKind, Status, TrajectoryBatch
@@ -314,8 +314,3 @@ def _title(kept: KeptStep, t: int) -> str:
         if not batch.loss_mask[t]:
             said.append("masked")
     return ", ".join(said)
-
-
-def signed(value: float) -> str:
-    """With its sign; exactly 0 has none."""
-    return f"+{number(value)}" if value > 0 and math.isfinite(value) else number(value)
