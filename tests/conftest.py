@@ -1,4 +1,4 @@
-"""What all tests share: gpu tests are skipped without a GPU, generated examples have no deadline."""
+"""What all tests share: gpu tests are skipped without a GPU, generated examples are the same in every run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 from hypothesis import settings
 
 # A loaded machine must not fail a property: how long one example takes is not what such a test is about.
-settings.register_profile("project", deadline=None)
+# The same examples in every run, so that what fails is what was changed; `--hypothesis-profile search` looks for new ones.
+settings.register_profile("project", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None)
 settings.load_profile("project")
 
 

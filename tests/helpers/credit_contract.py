@@ -172,9 +172,11 @@ def masked(case: Case) -> None:
 
 def cuts(case: Case) -> None:
     case.unchanged(split(case.groups, case.seed, into="segments"), "b: cut into segments")
-    if not case.make().requests(open_view(case.batch, case.scores(case.batch))):
-        # A piece lacks what came before it, so that a model asked about it is asked something else.
-        case.unchanged(split(case.groups, case.seed, into="pieces"), "b: cut into pieces")
+    pieces = split(case.groups, case.seed, into="pieces")
+    if not any(case.make().requests(open_view(b, case.scores(b))) for b in (case.batch, build(pieces))):
+        # A piece lacks what came before it, so that a model asked about it is asked something else, or asked at all
+        # where the whole was too long.
+        case.unchanged(pieces, "b: cut into pieces")
 
 
 def session_cuts(case: Case) -> None:

@@ -97,8 +97,14 @@ def test_never_negative_and_never_above_the_whole(
     got = divergence(student.gather(1, ids).to(dtype), teacher.gather(1, ids).to(dtype)).value
     whole = exact(*kind, student, teacher)
     assert torch.all(got >= 0) and torch.isfinite(got).all()
-    # A small tail is one minus a sum near one: fp32 keeps three to four of its digits.
-    assert torch.all(got <= whole + ((1e-4 + 1e-4 * whole) if dtype is torch.float32 else 1e-10))
+    slack = torch.full_like(whole, 1e-10)
+    if dtype is torch.float32:
+        # A tail is one minus a sum near one: fp32 is off by two steps of one, which for a tail of that size is much of
+        # it, and the divergence holds the log of the tails' ratio.
+        tails = [(1 - logp.gather(1, ids).exp().sum(-1)).clamp_min(1e-12) for logp in (student, teacher)]
+        off = 2 * torch.finfo(dtype).eps
+        slack = 1e-4 + 1e-4 * whole + sum(a * torch.log1p(off / b) for a, b in (tails, tails[::-1]))
+    assert torch.all(got <= whole + slack)
 
 
 @kinds
