@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 # A loaded machine must not fail a property: how long one example takes is not what such a test is about.
-# The same examples in every run, so that what fails is what was changed; `--hypothesis-profile search` looks for new ones.
+# The same examples in every run, so that what fails is what was changed; `--hypothesis-profile search` draws new ones.
 settings.register_profile("project", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None)
 settings.load_profile("project")
