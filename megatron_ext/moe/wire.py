@@ -85,12 +85,18 @@ def smallest(experts: int) -> np.dtype[Any]:
     raise WireError(f"{experts} experts are more than 32 bits number")
 
 
-def decode(text: str | bytes, model: RoutedModel, *, tokens: int, name: str = "request") -> Recording:
+def decode(text: str | bytes | None, model: RoutedModel, *, tokens: int, name: str = "request") -> Recording:
     """What SGLang sent for a request of ``tokens`` prompt and completion tokens.
 
     A row of negative ids stands for a token whose experts the engine did not keep; it is not valid, and whoever trains
-    on it decides (``rollout.replay_missing``). Raises ``WireError``, its line opening with ``name``.
+    on it decides (``rollout.replay_missing``). Raises ``WireError``, its line opening with ``name``, also where nothing
+    was sent (None).
     """
+    if text is None:
+        raise WireError(
+            f"{name}: no routed experts were sent; start SGLang with --enable-return-routed-experts and ask with "
+            "return_routed_experts=true"
+        )
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

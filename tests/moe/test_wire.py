@@ -62,6 +62,8 @@ def test_every_token_recorded_is_one_too_many() -> None:
 
 
 def test_what_is_no_recording_is_refused() -> None:
+    with pytest.raises(WireError, match="req: no routed experts were sent; start SGLang with"):
+        decode(None, MODEL, tokens=3, name="req")
     with pytest.raises(WireError, match="req: routed experts are not base64"):
         decode("not base64!", MODEL, tokens=3, name="req")
     with pytest.raises(WireError, match="and 3 bytes"):
