@@ -1,6 +1,6 @@
 """Credit of a step over all data-parallel ranks: the edits' scoring forwards, then the pipeline.
 
-Invariants (``tests/training/test_credit_step.py``, ``tests/integration/test_edit_scores.py``):
+Invariants (``tests/training/test_credit_step.py``, ``tests/integration/test_torchrun.py``):
 
 1. Each rank scores the requests about its own groups; how many ranks share the step changes no reply.
 2. All edits' requests are one plan: what two of them ask is run once.

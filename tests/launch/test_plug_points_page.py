@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import recipes as installed
 from launch.prepare import prepare
 from megatron_ext.config.instantiate import instantiate
 from megatron_ext.models.parallel import ParallelContext
@@ -20,6 +16,7 @@ from megatron_ext.moe.policies import routers
 from megatron_ext.tracking.jsonl import FILE_NAME, read_metrics
 from megatron_ext.tracking.names import check
 from megatron_ext.training.run import train
+from tests.helpers.doc_pages import TINY_RUN, code_lines, installed_recipe, written_files
 from tests.helpers.records import random_batch
 from tests.helpers.routing_contract import check_loss, check_policy, check_reach, check_silence, silent, steps
 from tests.helpers.structured import plain_distributions, with_operations
@@ -37,46 +34,18 @@ from tests.helpers.training import (
 
 LONGEST = 30  # lines of code of a routing loss, comments, blank lines and imports aside
 BATCH = with_operations(random_batch(5, groups=2, untrainable=0.3, tokens=(2, 6)))
-TINY = (
-    "run.steps=2",
-    "run.threads=1",
-    "tasks.train_tasks=24",
-    "tasks.dev_tasks=4",
-    "tasks.test_tasks=4",
-    "batch.tasks_per_step=2",
-    "batch.trajectories_per_task=4",
-    "rollout.concurrency=8",
-    "warm_start.demonstrations=16",
-    "warm_start.min_epochs=0",
-    "warm_start.max_epochs=0.5",
-    "warm_start.target_success=0",
-    "warm_start.gate_tasks=4",
-    "evaluation.samples=1",
-    "credit.filter.constant_groups=false",
-    "tracking.wandb=null",
-)
 
 
 def files(root: Path) -> dict[str, str]:
     """Path -> content of every file that the page writes: a path in code, then the next block of code."""
-    text = (root / "docs/plug_points.md").read_text()
-    named = r"`(recipes/routers/[^`]+)`:"
-    return dict(re.findall(named + r"\n\n```(?:python|yaml)\n(.*?)```", text, re.DOTALL))
+    return written_files(root / "docs/plug_points.md", r"`(recipes/routers/[^`]+)`:\n")
 
 
 @pytest.fixture
 def page(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A recipes folder with what the page writes, on the import path as ``recipes.routers``."""
-    folder = tmp_path / "recipes"
-    (folder / "routers").mkdir(parents=True)
-    (folder / "base").symlink_to(root / "recipes" / "base")
-    for name, content in files(root).items():
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr(installed, "__path__", [*installed.__path__, str(folder)])
-    importlib.invalidate_caches()
-    yield folder
-    for name in [name for name in sys.modules if name.startswith("recipes.routers")]:
-        del sys.modules[name]
+    with installed_recipe("routers", files(root), root, tmp_path, monkeypatch) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +65,7 @@ def test_the_page_writes_two_short_modules(root: Path) -> None:
         f"recipes/routers/{name}" for name in ("last.py", "recipe.yaml", "balance.py", "balanced.yaml")
     }
     for name in ("last.py", "balance.py"):
-        lines = written[f"recipes/routers/{name}"].splitlines()
-        said = [line for line in lines if line.strip() and not line.startswith(("from ", "import ", "#", '"""'))]
-        assert len(said) <= LONGEST
+        assert code_lines([written[f"recipes/routers/{name}"]]) <= LONGEST
 
 
 def test_only_the_router_of_the_last_layer_learns(page: Path, context: ParallelContext) -> None:
@@ -145,7 +112,7 @@ def test_the_loss_is_switch_s_over_sampled_tokens(page: Path, context: ParallelC
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["recipe", "balanced"])
 def test_it_trains(page: Path, tmp_path: Path, preset: str) -> None:
-    result = train(prepare([f"recipe=routers/{preset}", *TINY, f"run.root={tmp_path / 'runs'}"], page), page)
+    result = train(prepare([f"recipe=routers/{preset}", *TINY_RUN, f"run.root={tmp_path / 'runs'}"], page), page)
     assert result.steps == 2
     rows = [row for row in read_metrics(result.run_dir / FILE_NAME) if "moe/router_change" in row]
     assert len(rows) == 2

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,49 +14,25 @@ from megatron_ext.rollout.coordinator import Coordinator, State
 from megatron_ext.rollout.journal import read
 from megatron_ext.tracking.jsonl import read_metrics
 from megatron_ext.trajectory.store import TrajectoryStore
+from tests.helpers.repeated_runs import RepeatedRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from launch.prepare import prepare
-from megatron_ext.training.run import train
-
-config = prepare(json.loads(sys.argv[2]), Path(sys.argv[1]))
-if len(sys.argv) > 3:
-    config.tracking["stop"] = {"_target_": "tests.helpers.stopping.StopAt", **json.loads(sys.argv[3])}
-result = train(config)
-print(json.dumps({"interrupted": result.interrupted, "steps": result.steps, "after": result.success_after}))
-"""
 STEPS = 4
 
 
-class Runs:
-    """One command, run again and again in processes of its own."""
+class Runs(RepeatedRun):
+    """One command, and what it leaves behind."""
 
     def __init__(self, recipes: Path, folder: Path, root: Path) -> None:
-        self.path = folder / "walk"
-        self._recipes, self._root = recipes, root
-        self._argv = ["recipe=walk", f"run.root={folder}", f"run.steps={STEPS}", "checkpoint.every=2"]
         # What is on the disk at a kill is then known; tests/launch/test_kill.py saves while training goes on.
-        self._argv += ["checkpoint.asynchronous=false"]
+        argv = [f"run.steps={STEPS}", "checkpoint.every=2", "checkpoint.asynchronous=false"]
+        super().__init__(recipes, folder, root, "StopAt", argv)
 
-    def __call__(self, *argv: str, **stop: object) -> tuple[int, dict[str, object]]:
+    def __call__(self, *argv: str, **stop: object) -> tuple[int, dict[str, Any]]:
         """Exit status and what the run says of itself (nothing when it was killed)."""
-        command = [sys.executable, "-c", PROGRAM, str(self._recipes), json.dumps([*self._argv, *argv])]
-        done = subprocess.run(
-            [*command, *([json.dumps(stop)] if stop else [])],
-            cwd=self._root,
-            env=os.environ | {"PYTHONPATH": str(self._root), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        lines = done.stdout.splitlines()
-        assert lines or done.returncode < 0, done.stderr
-        return done.returncode, json.loads(lines[-1]) if lines else {}
+        status, said, _ = self.run(*argv, **stop)
+        return status, {name: said[name] for name in ("interrupted", "steps", "after") if said}
 
     def journal(self) -> Coordinator:
         return Coordinator.replay(read(self.path / "journal.jsonl")[0])

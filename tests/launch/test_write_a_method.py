@@ -4,60 +4,33 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import recipes as installed
 from launch.prepare import prepare
 from megatron_ext.config.instantiate import instantiate
 from megatron_ext.tracking.jsonl import FILE_NAME, read_metrics
 from megatron_ext.tracking.names import check
 from megatron_ext.training.run import train
 from tests.helpers.credit_contract import check_contract, check_ranks
+from tests.helpers.doc_pages import TINY_RUN, code_lines, installed_recipe, written_files
 from tests.helpers.records import random_groups
 
 LONGEST = 30  # lines of code from the formula to the recipe, comments, blank lines and imports aside
-TINY = (
-    "run.steps=2",
-    "run.threads=1",
-    "tasks.train_tasks=24",
-    "tasks.dev_tasks=4",
-    "tasks.test_tasks=4",
-    "batch.tasks_per_step=2",
-    "batch.trajectories_per_task=4",
-    "rollout.concurrency=8",
-    "warm_start.demonstrations=16",
-    "warm_start.min_epochs=0",
-    "warm_start.max_epochs=0.5",
-    "warm_start.target_success=0",
-    "warm_start.gate_tasks=4",
-    "evaluation.samples=1",
-    "credit.filter.constant_groups=false",
-    "tracking.wandb=null",
-)
 
 
 def files(root: Path) -> dict[str, str]:
     """Path -> content of every file that the page writes: a path in code, then the next block of code."""
-    text = (root / "docs/write_a_method.md").read_text()
-    named = r"^`((?:tests/)?recipes/late/[^`]+)`.*?"
-    return dict(re.findall(named + r"\n```(?:python|yaml)\n(.*?)```", text, re.DOTALL | re.MULTILINE))
+    return written_files(root / "docs/write_a_method.md", r"^`((?:tests/)?recipes/late/[^`]+)`.*?")
 
 
 @pytest.fixture
-def page(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def page(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A recipes folder with what the page writes, on the import path as ``recipes.late``."""
-    folder = tmp_path / "recipes"
-    folder.mkdir()
-    (folder / "base").symlink_to(root / "recipes" / "base")
-    for name, content in files(root).items():
-        place = tmp_path / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(content)
-    monkeypatch.setattr(installed, "__path__", [*installed.__path__, str(folder)])
-    importlib.invalidate_caches()
-    return folder
+    with installed_recipe("late", files(root), root, tmp_path, monkeypatch) as folder:
+        yield folder
 
 
 def test_the_page_writes_three_short_files_and_a_test(root: Path) -> None:
@@ -68,9 +41,7 @@ def test_the_page_writes_three_short_files_and_a_test(root: Path) -> None:
         "recipes/late/off.yaml",
         "tests/recipes/late/test_numbers.py",
     }
-    code = "\n".join(written[f"recipes/late/{name}"] for name in ("credit.py", "recipe.yaml")).splitlines()
-    said = [line for line in code if line.strip() and not line.startswith(("from ", "import ", "#", '"""'))]
-    assert len(said) <= LONGEST
+    assert code_lines([written[f"recipes/late/{name}"] for name in ("credit.py", "recipe.yaml")]) <= LONGEST
 
 
 def test_its_numbers_hold(page: Path) -> None:
@@ -97,7 +68,7 @@ def test_the_off_arm_is_without_it(page: Path) -> None:
 
 @pytest.mark.slow
 def test_it_trains(page: Path, tmp_path: Path) -> None:
-    result = train(prepare(["recipe=late", *TINY, f"run.root={tmp_path / 'runs'}"], page), page)
+    result = train(prepare(["recipe=late", *TINY_RUN, f"run.root={tmp_path / 'runs'}"], page), page)
     assert result.steps == 2
     rows = [row for row in read_metrics(result.run_dir / FILE_NAME) if "credit/late/mean/weight" in row]
     assert len(rows) == 2

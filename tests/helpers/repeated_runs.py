@@ -1,0 +1,52 @@
+"""One command that is run again and again, each time in a process of its own, and stopped where a test says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from launch.prepare import prepare
+from launch.train import how_to_go_on
+from megatron_ext.training.run import train
+
+config = prepare(json.loads(sys.argv[2]), Path(sys.argv[1]))
+if len(sys.argv) > 3:
+    config.tracking["stop"] = json.loads(sys.argv[3])
+result = train(config)
+said = {"interrupted": result.interrupted, "steps": result.steps, "after": result.success_after, "kept": result.kept}
+print(json.dumps({**said, "said": how_to_go_on([], result)}))
+"""
+
+
+class RepeatedRun:
+    """``overrides`` on top of the recipe ``walk``, into ``folder``; ``stopper`` is the tracker that stops it."""
+
+    def __init__(self, recipes: Path, folder: Path, root: Path, stopper: str, overrides: Sequence[str]) -> None:
+        self.path = folder / "walk"
+        self._recipes, self._root, self._stopper = recipes, root, stopper
+        self._argv = ["recipe=walk", f"run.root={folder}", *overrides]
+
+    def run(self, *argv: str, **stop: object) -> tuple[int, dict[str, Any], str]:
+        """Exit status, what the run says of itself (nothing when it was killed), and what was on its console."""
+        command = [sys.executable, "-c", PROGRAM, str(self._recipes), json.dumps([*self._argv, *argv])]
+        target = {"_target_": f"tests.helpers.stopping.{self._stopper}", **stop}
+        done = subprocess.run(
+            [*command, *([json.dumps(target)] if stop else [])],
+            cwd=self._root,
+            env=os.environ | {"PYTHONPATH": str(self._root), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        lines = done.stdout.splitlines()
+        assert lines or done.returncode < 0, done.stderr
+        return done.returncode, json.loads(lines[-1]) if lines else {}, done.stderr
