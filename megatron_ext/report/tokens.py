@@ -1,7 +1,7 @@
 """A kept step as plain values: what was generated, masked, rewarded and credited, down to the token.
 
-Invariant (``tests/report/test_samples.py``): every token of the chosen trajectories comes once, in order, after its turn
-and its trajectory; values that were not kept are None.
+Invariant (``tests/report/test_samples.py``): every token of the chosen trajectories comes once, in order, after its
+turn and its trajectory; values that were not kept are None.
 """
 
 from __future__ import annotations
