@@ -29,6 +29,7 @@ class Job:
     connections: dict[tuple[int, int], Connection] = field(default_factory=dict)
     said: list[tuple[int, str]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+    kills: list[threading.Timer] = field(default_factory=list)
 
     def on_all(self, work: Callable[[Link], Any], but: Sequence[int] = ()) -> list[Any]:
         """``work`` on every rank at once, in rank order; an exception is its result."""
@@ -45,6 +46,18 @@ class Job:
         for (own, _), connection in self.connections.items():
             if own == rank:
                 connection.close()
+
+    def kill_soon(self, rank: int) -> None:
+        """``kill`` while the others wait. The end of the test waits for it: the others notice a close that is still
+        under way, and a second one would meet a descriptor that is no longer ours."""
+        self.kills.append(threading.Timer(0.2, self.kill, [rank]))
+        self.kills[-1].start()
+
+    def release(self) -> None:
+        for kill in self.kills:
+            kill.join()
+        for link in self.links:
+            link.release()
 
 
 Make = Callable[..., Job]
@@ -71,8 +84,7 @@ def make() -> Iterator[Make]:
 
     yield start
     for job in jobs:
-        for link in job.links:
-            link.release()
+        job.release()
 
 
 def test_what_rank_0_tells_is_heard_in_order(make: Make) -> None:  # invariant 3
@@ -124,7 +136,7 @@ def test_a_killed_rank_ends_every_wait_and_is_named_once(make: Make) -> None:  #
     job = make(4)
     for link in job.links:
         link.doing = "update"
-    threading.Timer(0.2, job.kill, [2]).start()
+    job.kill_soon(2)
     began = time.monotonic()
     errors = job.on_all(lambda link: link.gather(0, "come") if link.rank == 0 else link.hear(), but=[2])
     assert time.monotonic() - began < 5
@@ -138,7 +150,7 @@ def test_a_killed_rank_ends_every_wait_and_is_named_once(make: Make) -> None:  #
 
 def test_rank_1_speaks_when_rank_0_is_lost(make: Make) -> None:  # invariant 2
     job = make(3)
-    threading.Timer(0.2, job.kill, [0]).start()
+    job.kill_soon(0)
     errors = job.on_all(Link.hear, but=[0])
     assert all(isinstance(error, RankLost) and "rank 0 of 3" in str(error) for error in errors)
     assert [rank for rank, _ in job.said] == [1]
