@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 
@@ -105,7 +105,13 @@ def type_problem(key: Key, value: object) -> str | None:
     if isinstance(value, str) and "${" in value:
         return None
     try:
-        OmegaConf.update(OmegaConf.structured(key.owner), key.name, value, merge=False)
+        OmegaConf.update(_section(key.owner), key.name, value, merge=False)
     except OmegaConfBaseException:
         return f"needs {key.type_name}, got {value!r}"
     return None
+
+
+@functools.cache
+def _section(schema: type) -> DictConfig:
+    """An OmegaConf section of a dataclass, to try values on; what was tried before does not matter to it."""
+    return OmegaConf.structured(schema)

@@ -68,6 +68,7 @@ def test_state_survives_a_restart(make: MakeEdit) -> None:
     assert np.array_equal(advantage(lambda: one, batch).advantage, advantage(lambda: other, batch).advantage)
 
 
+@pytest.mark.slow  # it composes every preset
 def test_no_method_is_left_out(root: Path) -> None:
     """Every class of the library's edits, and every recipe that has a ``credit.py``, is among the methods."""
     made = {type(make()).__name__ for make in LIBRARY.values()}

@@ -85,7 +85,12 @@ def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=CASES)
+# Of the environments that share their code the fast tests take one.
+SLOW = {"peckingorder", "peckingorder-own-names", "sorting", "coin", "mapreader", "simonsays", "simonsays-memory"}
+SLOW |= {"arithmetic", "twc", "textworld-rooms"}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

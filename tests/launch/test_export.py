@@ -16,6 +16,8 @@ from megatron_ext.models.forward import packed_logits
 from megatron_ext.training.run import RunResult
 from megatron_ext.training.saved_run import loaded_model, open_saved
 
+pytestmark = pytest.mark.slow
+
 
 def training_logits(run: Path, step: int, ids: torch.Tensor) -> torch.Tensor:
     """[T, V] of the checkpoint under the forward that training uses."""
@@ -23,7 +25,6 @@ def training_logits(run: Path, step: int, ids: torch.Tensor) -> torch.Tensor:
         return packed_logits(chunks[0], ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
 
 
-@pytest.mark.slow
 def test_transformers_loads_it_with_the_same_logits_and_generates(
     walk_run: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

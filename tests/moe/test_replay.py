@@ -135,7 +135,7 @@ def test_recorded_experts_are_used_and_the_router_keeps_its_gradient(
         # At the old log-probs the surrogate's ratio is 1: its gradient is that of the weighted log-prob.
         loss = -(inputs.weight * inputs.advantage)[mb.token] * (logp - logp.detach()).exp()
         loss.sum().backward()
-        want += float(loss.sum())
+        want += float(loss.detach().sum())
     by_hand = {
         f"0:module.{name}": p.grad if p.grad is not None else p.main_grad for name, p in chunk.named_parameters()
     }

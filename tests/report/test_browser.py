@@ -84,6 +84,7 @@ def test_one_run_is_read_and_clicked(page: Page, tmp_path: Path) -> None:
     assert page.problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_hangs_over_the_edge(page: Page, tmp_path: Path, width: int) -> None:
     runs = [make(tmp_path / f"r{seed}{rate}", seed, rate, "talk 7 " * 12) for seed in (1, 2) for rate in (0.9, 0.3)]
@@ -108,6 +109,7 @@ def test_groups_are_switched_in_all_charts(page: Page, tmp_path: Path) -> None:
     assert page.run(hidden) == 0 and page.problems == []
 
 
+@pytest.mark.slow
 def test_it_prints(page: Page, tmp_path: Path) -> None:
     page.open(write_report([make(tmp_path / "run", 1, 0.9)]))
     page.pdf(tmp_path / "report.pdf")

@@ -67,6 +67,7 @@ def test_resume_keeps_the_id_and_drops_undone_steps(tmp_path: Path) -> None:  # 
     assert len(list(tmp_path.glob("wandb/superseded/*/*.wandb"))) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_its_curve_again(tmp_path: Path) -> None:
     """Invariant 3: nothing of what it had logged survives, and what was cut off by the kill is not uploaded."""
     killed = PROGRAM.replace(
