@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -126,20 +127,20 @@ def test_the_driver_side_loads_no_torch_through_others() -> None:
         "    importlib.import_module(name)\n"
         "    if 'torch' in sys.modules: sys.exit(f'importing {name} loads torch')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
 def test_no_file_holds_a_path_of_one_machine() -> None:
     pattern = re.compile(r"(?<![\w.$}~-])/(?:home|root|work|tmp|Users)/[\w.-]+")
     found = []
-    for file in sorted(ROOT.rglob("*")):
-        parts = file.relative_to(ROOT).parts
-        if not file.is_file() or any(p in SKIPPED or (p.startswith(".") and p != ".ci") for p in parts[:-1]):
-            continue
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        found += [f"{'/'.join(parts)}: {match.group()}" for match in pattern.finditer(text)]
+    for folder, inside, names in os.walk(ROOT):
+        # Not walked: what is no part of the repository comes and goes while the checks run beside each other.
+        inside[:] = [name for name in inside if name not in SKIPPED and (not name.startswith(".") or name == ".ci")]
+        for file in sorted(Path(folder, name) for name in names):
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+            found += [f"{file.relative_to(ROOT)}: {match.group()}" for match in pattern.finditer(text)]
     assert found == []

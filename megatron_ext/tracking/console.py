@@ -108,7 +108,9 @@ class ConsoleTracker:
         seconds_between_lines: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = Console(file=sys.stderr if stream is None else stream, highlight=False)
+        file = sys.stderr if stream is None else stream
+        # Said, not found out: rich would take FORCE_COLOR, which many CI systems set, for a terminal.
+        self._console = Console(file=file, highlight=False, force_terminal=file.isatty())
         self._gap, self._clock = seconds_between_lines, clock
         self._live: Live | None = None
         self._progress: Progress | None = None

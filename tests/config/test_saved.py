@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -56,6 +57,17 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         load_resolved(file)
 
 
+@pytest.fixture
+def no_git_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of git sets where its repository is, users configure signing, and the folder may lie inside a clone."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
+
+@pytest.mark.usefixtures("no_git_of_the_caller")
 def test_provenance(tmp_path: Path) -> None:
     found = collect_provenance(tmp_path)
     json.dumps(found)
@@ -64,6 +76,7 @@ def test_provenance(tmp_path: Path) -> None:
     assert found["command"] and found["python"] and found["platform"]
 
 
+@pytest.mark.usefixtures("no_git_of_the_caller")
 def test_provenance_of_a_repository(tmp_path: Path) -> None:
     def git(*args: str) -> None:
         identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]

@@ -397,9 +397,9 @@ def test_a_world_is_made_once() -> None:
     tasks = first.tasks("train", 50)
     for task in tasks:
         play(first, task.seed, 0.0)
-    begun = time.perf_counter()
+    begun = time.process_time()  # a busy machine does not lengthen it
     for task in tasks:
         second.reset(task.seed)
         second.step(call("search", query="x"))
-    assert (time.perf_counter() - begun) / len(tasks) < 0.02
+    assert (time.process_time() - begun) / len(tasks) < 0.02
     assert second._world is world(WorldShape(), "train", tasks[-1].seed % 6)

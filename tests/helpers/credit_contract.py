@@ -67,7 +67,7 @@ class ThreadRanks:
     """Runs a function on n threads that reduce together, as ranks would."""
 
     def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=20)
+        self._barrier = threading.Barrier(ranks, timeout=120)
         self._stats: list[Mapping[str, Stat]] = [{}] * ranks
         self.reductions = [0] * ranks
 

@@ -94,7 +94,7 @@ def request(name: str, ids: NDArray[np.int32], session: str | None = None, **set
     return GenerateRequest(name, session or name, ids, SamplingParams(**({"max_new_tokens": 8} | settings)), routed)
 
 
-def collect(client: GenerationClient, count: int, timeout: float = 60.0) -> dict[str, GenerateResult]:
+def collect(client: GenerationClient, count: int, timeout: float = 240.0) -> dict[str, GenerateResult]:
     """The next ``count`` results by request id."""
     deadline = time.monotonic() + timeout
     results: dict[str, GenerateResult] = {}

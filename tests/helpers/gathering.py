@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 def on_ranks(work: Callable[[int, Gather], T], ranks: int) -> list[T]:
     """``work(rank, gather)`` of every rank, in rank order. A rank that gathers less often than another breaks all."""
-    barrier, values = Barrier(ranks, timeout=30.0), [None] * ranks  # type: tuple[Barrier, list[Any]]
+    barrier, values = Barrier(ranks, timeout=120.0), [None] * ranks  # type: tuple[Barrier, list[Any]]
 
     def gather_of(rank: int) -> Gather:
         def gather(value: Any) -> list[Any]:

@@ -44,7 +44,7 @@ class RepeatedRun:
             env=os.environ | {"PYTHONPATH": str(self._root), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1800,
             check=False,
         )
         lines = done.stdout.splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,23 @@ class StopAt:
         self._logged = step
 
     def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class HoldAt(StopAt):
+    """Where ``StopAt`` would send a signal the run named ``run`` waits as long as the file ``while_there`` is there:
+    whoever watches it from outside has all the time it needs to kill it."""
+
+    def __init__(self, phase: str, step: int, run: str, while_there: str) -> None:
+        super().__init__(phase, step)
+        self._run, self._while_there, self._here = run, Path(while_there), False
+
+    def start(self, run_dir: Path, config: Mapping[str, Any], resumed_from: int | None) -> None:
+        super().start(run_dir, config, resumed_from)
+        self._here = run_dir.name == self._run
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        while self._here and (name, self._logged) == (self._phase, self._step) and self._while_there.exists():
+            time.sleep(0.05)
 
 
 class StopInWarmStart(StopAt):

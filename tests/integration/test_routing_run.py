@@ -55,7 +55,7 @@ def test_the_main_job_replays_its_routing(root: Path, tmp_path: Path, layout: st
         env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

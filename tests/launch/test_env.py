@@ -12,6 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.integration
 
+WITHIN_S = 600.0  # making environments takes seconds, and minutes beside others that do
+
 PACKAGES = {"torch": "2.13.0", "other": "1.0", "checker": "3.0", "megatron-core": "0.19.2", "pycosat": "0.6.6"}
 LOCKS = {
     "base": "torch==2.13.0\nother==1.0\n",
@@ -46,7 +48,8 @@ class Machine:
         wheel(self.wheels, "peer", "2.0", "other")
         kept = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "PYTHONPATH", "VIRTUAL_ENV")}
         pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels)}
-        self.variables = {**kept, **pip, "HOME": str(self.home)}
+        # A locale that this machine does not have would make bash say so, on the stream that is looked at here.
+        self.variables = {**kept, **pip, "HOME": str(self.home), "LC_ALL": "C"}
 
     def clone(self, name: str = "clone") -> Path:
         clone = self.folder / name
@@ -69,7 +72,7 @@ class Machine:
 
     def run(self, clone: Path, *command: str, **variables: str) -> tuple[int, str, str]:
         process = self.start(clone, *command, **variables)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=WITHIN_S)
         return process.returncode, out, err
 
 
@@ -85,7 +88,7 @@ SHOW = "import os, sys, torch, other, megatron_core; print(sys.prefix, os.enviro
 def test_two_callers_at_once_install_once_and_a_second_clone_not_at_all(machine: Machine) -> None:
     clone = machine.clone()
     both = [machine.start(clone, "python", "-c", SHOW) for _ in range(2)]
-    results = [process.communicate(timeout=120) for process in both]
+    results = [process.communicate(timeout=WITHIN_S) for process in both]
     assert [process.returncode for process in both] == [0, 0], results
     assert sorted(("creating" in err, "waiting for" in err) for _, err in results) == [(False, True), (True, False)]
     prefix, path, cwd = results[0][0].split()

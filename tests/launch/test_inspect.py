@@ -53,10 +53,10 @@ def test_one_trajectory_has_a_row_a_token(run: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_json_lines(run: Path, walk_run: RunResult) -> None:
+def test_json_lines(run: Path, walk_run: RunResult, root: Path) -> None:
     def lines(*argv: str) -> list[dict[str, object]]:
         command = [sys.executable, "-m", "launch.inspect", *argv, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=True)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     found = lines(str(run), "--step", "10", "--trajectory", "g0/1")

@@ -66,7 +66,7 @@ class Runs:
             env=os.environ | {"PYTHONPATH": str(self._root), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1800,
             check=False,
         )
         assert done.returncode in (0, -signal.SIGKILL), done.stderr

@@ -21,7 +21,7 @@ print("after")
 
 
 def test_only_the_writer_reaches_stdout(root: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert [json.loads(line) for line in lines] == [{"a": 1}, {"b": "x"}]
@@ -31,7 +31,7 @@ def test_only_the_writer_reaches_stdout(root: Path) -> None:
 
 def test_what_is_no_number_is_no_json(root: Path) -> None:
     script = "from launch.output import json_lines\nwith json_lines() as write: write({'a': float('nan')})"
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and done.stdout == ""
 
 
@@ -41,5 +41,5 @@ def test_a_reader_that_leaves_is_no_error(root: Path) -> None:
     assert done.stdout is not None and done.stderr is not None
     assert done.stdout.readline() == b"line\n"
     done.stdout.close()
-    assert done.wait(timeout=60) == 0 and done.stderr.read() == b""
+    assert done.wait(timeout=300) == 0 and done.stderr.read() == b""
     done.stderr.close()

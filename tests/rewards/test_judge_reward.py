@@ -125,7 +125,7 @@ def test_a_served_model_beside_a_fast_part() -> None:  # invariant 5
     gate = threading.Event()
 
     def script(number: int, body: Mapping[str, Any]) -> Say:
-        gate.wait(20.0)
+        gate.wait(60.0)
         prompt = body["messages"][-1]["content"]
         judged = prompt.split("The step to judge:\n> ")[1].split("\n")[0]
         return Say({"go 0": "D", "go 1": "what?", "go 2": '{"label": "R"}'}[judged], after_s=0.1)
@@ -142,7 +142,7 @@ def test_a_served_model_beside_a_fast_part() -> None:  # invariant 5
                     "_target_": "megatron_ext.rewards.model_judge.ModelJudge",
                     "base_url": server.base_url,
                     "model": "m",
-                    "deadline_s": 20.0,
+                    "deadline_s": 60.0,
                 },
             },
             "success": {"_target_": "megatron_ext.rewards.outcome.Success"},

@@ -33,7 +33,7 @@ def make() -> Iterator[Make]:
 
         def build(script: Script = lambda number, body: Say(), **changes: Any) -> tuple[ModelJudge, JudgeServer]:
             server = stack.enter_context(judge_server(script))
-            settings: dict[str, Any] = {"backoff_s": 0.01, "timeout_s": 5.0, "deadline_s": 20.0}
+            settings: dict[str, Any] = {"backoff_s": 0.01, "timeout_s": 60.0, "deadline_s": 60.0}
             judge = ModelJudge(server.base_url, "judge-7b", **(settings | changes))
             stack.callback(judge.close)
             return judge, server
@@ -74,7 +74,7 @@ def test_start_returns_at_once_and_concurrency_holds(make: Make) -> None:  # inv
     gate = threading.Event()
 
     def script(number: int, body: Any) -> Say:
-        gate.wait(10.0)
+        gate.wait(60.0)
         return Say(after_s=0.05)
 
     judge, server = make(script, concurrency=3)
@@ -83,7 +83,7 @@ def test_start_returns_at_once_and_concurrency_holds(make: Make) -> None:  # inv
         time.sleep(0.01)
     assert not one.done() and not other.done()
     gate.set()
-    verdicts = [*one.result(10.0), *other.result(10.0)]
+    verdicts = [*one.result(60.0), *other.result(60.0)]
     assert all(verdict == Verdict(label="D", calls=1) for verdict in verdicts) and len(verdicts) == 9
     assert server.most == 3
 
@@ -117,10 +117,13 @@ def test_a_refused_request_is_not_tried_again(make: Make) -> None:  # invariant 
 
 
 def test_slow_and_dripping_answers_time_out(make: Make) -> None:  # invariant 3
-    for slow in (Say(after_s=2.0), Say(drip_s=0.05)):
-        judge, _ = make(lambda number, body, slow=slow: slow if number == 0 else Say("N"), timeout_s=0.3, attempts=2)
-        assert judge(views(1), LABELS) == [Verdict(label="N", calls=2)]
-    judge, _ = make(lambda number, body: Say(after_s=2.0), timeout_s=0.2, attempts=1)
+    # A loaded machine may be late with the second answer too: there are tries left for that.
+    often = {"timeout_s": 0.3, "attempts": 100, "backoff_s": 0.0}
+    for slow in (Say(after_s=30.0), Say(drip_s=0.2)):
+        judge, _ = make(lambda number, body, slow=slow: slow if number == 0 else Say("N"), **often)
+        (verdict,) = judge(views(1), LABELS)
+        assert verdict.label == "N" and verdict.calls >= 2
+    judge, _ = make(lambda number, body: Say(after_s=30.0), timeout_s=0.2, attempts=1)
     assert "no answer within 0.2 s" in judge(views(1), LABELS)[0].failed
 
 
@@ -135,15 +138,14 @@ def test_a_refused_connection() -> None:  # invariant 3
 
 def test_the_deadline_bounds_everything(make: Make) -> None:  # invariant 2
     """Queued questions count too, and those that were answered in time keep their answer."""
-    judge, server = make(
-        lambda number, body: Say(after_s=0.0 if number < 2 else 3.0), deadline_s=0.5, concurrency=1, timeout_s=9.0
-    )
+    judge, server = make(lambda number, body: Say(after_s=0.0 if number < 3 else 30.0), deadline_s=1.0, concurrency=1)
+    judge(views(1, 9), LABELS)  # the connection stands before the time runs
     began = time.monotonic()
     verdicts = judge(views(4), LABELS)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 20.0
     assert [verdict.label for verdict in verdicts] == ["D", "D", "", ""]
-    assert all("no answer within 0.5 s" in verdict.failed for verdict in verdicts[2:])
-    assert [verdict.calls for verdict in verdicts] == [1, 1, 1, 0] and len(server.requests) == 3
+    assert all("no answer within 1 s" in verdict.failed for verdict in verdicts[2:])
+    assert [verdict.calls for verdict in verdicts] == [1, 1, 1, 0] and len(server.requests) == 4
 
 
 def test_backoff_doubles(make: Make) -> None:
@@ -189,13 +191,13 @@ def test_labels_belong_to_the_request(make: Make) -> None:
 
 def test_close_gives_up_and_ends_the_thread(make: Make) -> None:  # invariant 5
     before = threading.active_count()
-    with judge_server(lambda number, body: Say(after_s=1.0)) as server:
+    with judge_server(lambda number, body: Say(after_s=30.0)) as server:
         judge = ModelJudge(server.base_url, "m", concurrency=1)
         future = judge.start(views(2), LABELS)
         while not server.requests:
             time.sleep(0.01)
         judge.close()
-        assert all("the judge was closed" in verdict.failed for verdict in future.result(1.0))
+        assert all("the judge was closed" in verdict.failed for verdict in future.result(60.0))
         judge.close()  # once more does nothing
         assert not any(thread.name == "judge" for thread in threading.enumerate())
     assert threading.active_count() <= before + 1  # the server's handler may still sleep

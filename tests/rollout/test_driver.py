@@ -32,7 +32,8 @@ from tests.helpers.errands import ERRANDS
 from tests.helpers.scripted import Script, ScriptedClient, small_codec
 from tests.helpers.worlds import WALK, NotANumber
 
-DEADLINE_S = 1.0
+# How long a call may take: one that hangs is not waited for long, any other as long as a loaded machine needs.
+HASTY_S, PATIENT_S = 1.0, 60.0
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,14 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatCodec:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
     environments: Mapping[str, Mapping[str, Any]] = {"walk": WALK, "long": {**WALK, "length": 6}, "errands": ERRANDS}
     logs = tmp_path_factory.mktemp("logs")
-    with EnvironmentPool(environments, workers=2, deadline_s=DEADLINE_S, log_dir=logs) as made:
+    with EnvironmentPool(environments, workers=2, deadline_s=PATIENT_S, log_dir=logs) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hasty_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
+    logs = tmp_path_factory.mktemp("logs")
+    with EnvironmentPool({"walk": WALK}, workers=2, deadline_s=HASTY_S, log_dir=logs) as made:
         yield made
 
 
@@ -52,7 +60,9 @@ Make = Callable[..., tuple[Driver, ScriptedClient]]
 
 
 @pytest.fixture
-def make(codec: ChatCodec, pool: EnvironmentPool, tmp_path: Path) -> Iterator[Make]:
+def make(request: pytest.FixtureRequest, codec: ChatCodec, tmp_path: Path) -> Iterator[Make]:
+    hangs = hasattr(request.node, "callspec") and request.node.callspec.params.get("trouble") == "hang"
+    pool: EnvironmentPool = request.getfixturevalue("hasty_pool" if hangs else "pool")
     clients: list[ScriptedClient] = []
 
     def build(
@@ -82,8 +92,8 @@ def make(codec: ChatCodec, pool: EnvironmentPool, tmp_path: Path) -> Iterator[Ma
 
     yield build
     for client in clients:
-        for request in client.requests:  # a test may stop in the middle; the pool is shared
-            pool.release(request.session_id)
+        for asked in client.requests:  # a test may stop in the middle; the pool is shared
+            pool.release(asked.session_id)
         client.close()
 
 
@@ -92,7 +102,7 @@ def order(number: int, samples: int = 2, *, environment: str = "walk", store: bo
     return GroupOrder(f"g{number}", f"lease-{number}", task, samples, Sampling(), store)
 
 
-def run(driver: Driver, seconds: float = 20.0) -> dict[str, GroupDone]:
+def run(driver: Driver, seconds: float = 120.0) -> dict[str, GroupDone]:
     """Steps until nothing is left; every group once."""
     done: dict[str, GroupDone] = {}
     end = time.monotonic() + seconds
@@ -282,15 +292,14 @@ def test_orders_while_others_run(make: Make) -> None:
 
 
 def test_a_silent_engine_is_named(make: Make) -> None:  # invariant 4
-    driver, client = make(hold=True, engine_deadline_s=0.3)
+    driver, client = make(hold=True, engine_deadline_s=1.0)
     driver.submit([order(0, 2)])
-    while not client.waiting:
+    while len(client.waiting) < 2:
         driver.step(0.05)
     start = time.monotonic()
-    with pytest.raises(DriverError, match=r"engine answered none of 2 requests for 0 s \(first: g0/\d#0\)"):
-        while time.monotonic() - start < 5:
+    with pytest.raises(DriverError, match=r"engine answered none of 2 requests for 1 s \(first: g0/\d#0\)"):
+        while time.monotonic() - start < 60:
             driver.step(0.05)
-    assert time.monotonic() - start < 2
 
 
 def test_step_does_not_block_past_its_timeout(make: Make) -> None:
@@ -299,7 +308,7 @@ def test_step_does_not_block_past_its_timeout(make: Make) -> None:
     start = time.monotonic()
     for _ in range(5):
         driver.step(0.05)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 10.0, "five times 0.05 s; whatever it could wait for would come after 30 s"
 
 
 def test_an_unknown_environment_is_named(make: Make) -> None:

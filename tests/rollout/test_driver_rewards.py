@@ -76,7 +76,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatCodec:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
-    with EnvironmentPool({"walk": WALK}, workers=1, deadline_s=5.0, log_dir=tmp_path_factory.mktemp("logs")) as made:
+    with EnvironmentPool({"walk": WALK}, workers=1, deadline_s=60.0, log_dir=tmp_path_factory.mktemp("logs")) as made:
         yield made
 
 
@@ -115,7 +115,7 @@ def order(number: int, samples: int) -> GroupOrder:
     return GroupOrder(f"g{number}", f"lease-{number}", task, samples, Sampling(), True)
 
 
-def step_until(driver: Driver, reached: Callable[[], bool], seconds: float = 20.0) -> list[GroupDone]:
+def step_until(driver: Driver, reached: Callable[[], bool], seconds: float = 60.0) -> list[GroupDone]:
     end, done = time.monotonic() + seconds, list[GroupDone]()
     while not reached():
         assert time.monotonic() < end, "it did not get there"
@@ -141,7 +141,7 @@ def test_waiting_for_a_reward_holds_nothing(make: Make) -> None:  # invariant 5
     for episode, future in later.out:
         if episode.task.seed == 1:
             future.set_result(RewardValue(0.5))
-    assert [group.group_id for group in driver.step(5.0)] == ["g1"]
+    assert [group.group_id for group in driver.step(60.0)] == ["g1"]
     for _, future in later.out[:2]:
         future.set_result(RewardValue(1.0))
     done = finish(driver)
@@ -172,9 +172,9 @@ def test_a_reward_wakes_the_driver(make: Make) -> None:  # invariant 5
     timer = threading.Timer(0.1, lambda: later.out[0][1].set_result(RewardValue(1.0)))
     began = time.monotonic()
     timer.start()
-    while not driver.step(10.0):
+    while not driver.step(60.0):
         pass
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0
 
 
 def test_a_reward_that_is_late_is_missing(
@@ -255,7 +255,7 @@ def test_a_served_judge_that_dies_in_the_middle(make: Make, tmp_path: Path) -> N
                 "model": "m",
                 "attempts": 2,
                 "backoff_s": 0.01,
-                "deadline_s": 10.0,
+                "deadline_s": 60.0,
                 "concurrency": 1,
                 "cache": 0,
             },

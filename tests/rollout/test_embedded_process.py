@@ -27,9 +27,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEngine]:
     log = tmp_path_factory.mktemp("process") / "sub" / "engine.log"
-    with EmbeddedEngine(
-        hf_config=MOE.to_dict(), max_context=64, threads=1, slots=4, log_path=log, call_timeout=2.0
-    ) as started:
+    with EmbeddedEngine(hf_config=MOE.to_dict(), max_context=64, threads=1, slots=4, log_path=log) as started:
         started.publish(Twin(MOE, 1).tensors(), 1)
         yield started
 
@@ -42,15 +40,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_the_driver_side_imports_no_torch() -> None:
+def test_the_driver_side_imports_no_torch(root: Path) -> None:
     code = (
         "import sys, megatron_ext.rollout.embedded.client, megatron_ext.rollout.embedded.wire, "
         "megatron_ext.rollout.embedded.engine; assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=300)
 
 
-def test_killing_the_trainer_ends_the_engine(tmp_path: Path) -> None:
+def test_killing_the_trainer_ends_the_engine(tmp_path: Path, root: Path) -> None:
     code = (
         "import json, sys, time\n"
         "from pathlib import Path\n"
@@ -61,12 +59,12 @@ def test_killing_the_trainer_ends_the_engine(tmp_path: Path) -> None:
         "time.sleep(600)\n"
     )
     arguments = [sys.executable, "-c", code, json.dumps(MOE.to_dict()), str(tmp_path / "engine.log")]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(arguments, cwd=root, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
         assert alive(pid)
         trainer.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while alive(pid):
         assert time.monotonic() < deadline, "the engine outlived its trainer"
         time.sleep(0.02)
@@ -87,10 +85,13 @@ def test_what_asks_to_stop_is_left_to_the_trainer(engine: EmbeddedEngine, number
 
 
 @pytest.mark.slow
-def test_a_hanging_engine_is_named_and_may_come_back(engine: EmbeddedEngine) -> None:
-    client = EmbeddedClient(engine.connect(), stall_timeout=0.5)
+def test_a_hanging_engine_is_named_and_may_come_back(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = engine.connect().open()
     os.kill(engine.pid, signal.SIGSTOP)
     try:
+        # Only while it hangs: what the engine does otherwise may take as long as a loaded machine needs.
+        monkeypatch.setattr(engine, "_timeout", 0.5)
+        monkeypatch.setattr(client, "_stall", 0.5)
         start = time.monotonic()
         with pytest.raises(EngineError, match=rf"pid {engine.pid}.*'health'.*hangs"):
             engine.version()
@@ -99,18 +100,20 @@ def test_a_hanging_engine_is_named_and_may_come_back(engine: EmbeddedEngine) -> 
             client.poll(30.0)
         with pytest.raises(EngineError, match=rf"pid {engine.pid}.*handshake"):
             EmbeddedClient(engine.connect(), stall_timeout=0.5)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 25, "long before the 30 s that were allowed"
     finally:
+        monkeypatch.undo()
         os.kill(engine.pid, signal.SIGCONT)
     assert engine.version() == 1, "the late answer to the first call is passed over"
-    assert [r.request_id for r in client.poll(10.0)] == ["r"]
+    assert [r.request_id for r in client.poll(60.0)] == ["r"]
     assert client.poll(0.0) == []
     client.close()
 
 
-def test_an_idle_engine_is_not_taken_for_a_hanging_one(engine: EmbeddedEngine) -> None:
-    client = EmbeddedClient(engine.connect(), stall_timeout=0.2)
-    assert client.poll(1.0) == []
+def test_an_idle_engine_is_not_taken_for_a_hanging_one(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = engine.connect().open()  # a handshake may take longer
+    monkeypatch.setattr(client, "_stall", 0.1)
+    assert client.poll(0.5) == []
     client.close()
 
 
@@ -118,7 +121,7 @@ def test_handles_become_readable_with_the_results(engine: EmbeddedEngine) -> Non
     client = engine.connect().open()
     assert wait(client.handles(), 0.0) == []
     client.submit([request("w", prompt(np.random.default_rng(0), 4))])
-    assert wait(client.handles(), 10.0) == client.handles()
+    assert wait(client.handles(), 60.0) == client.handles()
     assert len(client.poll(0.0)) == 1
     client.close()
 
@@ -146,7 +149,7 @@ def test_a_dead_engine_is_named_with_its_log(engine: EmbeddedEngine) -> None:  #
     with pytest.raises(EngineError, match="SIGKILL"):
         engine.publish(Twin(MOE, 2).tensors(), 2)
     with pytest.raises(EngineError, match=rf"(?s)pid {engine.pid}.*died.*{engine.log_path}"):
-        client.poll(5.0)
+        client.poll(60.0)
     with pytest.raises(EngineError, match="does not listen"):
         engine.connect().open()
     engine.close()

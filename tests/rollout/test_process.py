@@ -61,7 +61,7 @@ def order(name: str, samples: int = 2) -> GroupOrder:
     return GroupOrder(name, f"lease of {name}", Task("walk/train/3", "walk", 3, "train"), samples, Sampling(), True)
 
 
-def collect(driver: DriverProcess, count: int, seconds: float = 20.0) -> dict[str, GroupDone]:
+def collect(driver: DriverProcess, count: int, seconds: float = 120.0) -> dict[str, GroupDone]:
     done: list[GroupDone] = []
     end = time.monotonic() + seconds
     while len(done) < count and time.monotonic() < end:
@@ -89,9 +89,14 @@ def test_environment_calls(driver: DriverProcess) -> None:
     assert demo.steps[-1] == ("go", Observation("at 3", reward=0.125, done=True, success=True, score=1.0))
 
 
-def test_a_failing_environment_is_a_status_not_an_error(driver: DriverProcess) -> None:
-    driver.run([order("c/hang/", 1), order("c/raise/", 1), order("c", 1)])
-    done = collect(driver, 3)
+def test_a_failing_environment_is_a_status_not_an_error(tmp_path: Path, tokenizer: Path) -> None:
+    driver = DriverProcess(spec(tmp_path, env_deadline_s=1.0))
+    try:
+        driver.open(ScriptedAddress(tokenizer, walk_on), tokenizer)
+        driver.run([order("c/hang/", 1), order("c/raise/", 1), order("c", 1)])
+        done = collect(driver, 3)
+    finally:
+        driver.close()
     assert [Status(done[name].meta.status[0]) for name in ("c/hang/", "c/raise/", "c")] == [
         Status.ENV_DEADLINE,
         Status.ENV_ERROR,
@@ -129,8 +134,8 @@ def test_a_dead_driver_is_an_error_and_closing_it_is_not(tmp_path: Path, tokeniz
     os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(DriverError, match=rf"rollout driver \(pid {pid}\) ended with code -9; log .*driver.log"):
-        driver.poll(10.0)
-    assert time.monotonic() - began < 5.0, "noticed at once, not at the deadline"
+        driver.poll(120.0)
+    assert time.monotonic() - began < 60.0, "noticed at once, not at the deadline"
     driver.close()
 
 
@@ -150,7 +155,7 @@ def test_closing_ends_the_workers_too(tmp_path: Path) -> None:
     workers = children(pid, "")
     assert len(workers) == 2
     driver.close()
-    gone([pid, *workers], 5.0)
+    gone([pid, *workers])
 
 
 # -- the parent's end -----------------------------------------------------------------------------------------------
@@ -192,11 +197,13 @@ def test_kill_9_of_the_parent_ends_driver_and_workers(tmp_path: Path, tokenizer:
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    gone([driver, *workers], 5.0)
+    gone([driver, *workers])
 
 
 def test_what_asks_to_stop_is_left_to_the_parent(driver: DriverProcess) -> None:
     """A terminal or a scheduler sends it to all processes: driver and workers go on, and the parent decides."""
+    driver.run([order("before", 1)])
+    collect(driver, 1)  # driver and workers are up: what is still starting has no handlers yet
     (pid,) = children(os.getpid(), "driver_process:serve")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         for process in (pid, *children(pid, "")):
@@ -230,7 +237,7 @@ def children(pid: int, command: str) -> list[int]:
     return found
 
 
-def wait_for(look: Callable[[], list[int]], count: int, seconds: float = 10.0) -> list[int]:
+def wait_for(look: Callable[[], list[int]], count: int, seconds: float = 60.0) -> list[int]:
     end = time.monotonic() + seconds
     while len(found := look()) < count and time.monotonic() < end:
         time.sleep(0.02)
@@ -245,8 +252,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pids: list[int], seconds: float) -> None:
-    end = time.monotonic() + seconds
+def gone(pids: list[int]) -> None:
+    end = time.monotonic() + 60.0
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.02)
     assert not [pid for pid in pids if alive(pid)]

@@ -41,7 +41,9 @@ def play(stream: io.StringIO, resumed_from: int | None = None) -> str:
     return stream.getvalue()
 
 
-def test_plain_lines_without_a_terminal() -> None:  # invariants 2 and 3
+@pytest.mark.parametrize("colours", ["", "1"])
+def test_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, colours: str) -> None:  # invariants 2 and 3
+    monkeypatch.setenv("FORCE_COLOR", colours)
     lines = play(io.StringIO()).splitlines()
     assert lines == [
         "run runs/x",

@@ -277,7 +277,7 @@ def test_a_stalled_driver_is_named_with_what_is_missing(tokenizer: Path, bench: 
         began = time.monotonic()
         with pytest.raises(DriverError) as caught:
             b.collect(0)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60, "the deadline of the lease, not one of those behind it"
         message = str(caught.value)
         assert "2 groups not finished within rollout.lease_deadline_s=0" in message and repr(ids(0)[0]) in message
         assert b.coordinator.counts().queued == 2, "the groups wait for the next driver"
@@ -424,12 +424,14 @@ def test_phases_measure_and_start_over() -> None:
         def finish(self, *args: Any) -> None: ...
 
     clock = Phases(Told())
+    began = time.monotonic()
     for _ in range(2):
         with clock("rollout", 4):
             time.sleep(0.01)
+    whole = time.monotonic() - began
     with pytest.raises(RuntimeError), failing(clock):
         pass
-    assert 0.02 <= clock.seconds("rollout") < 1.0 and clock.seconds("save") == 0.0
+    assert 0.02 <= clock.seconds("rollout") <= whole and clock.seconds("save") == 0.0
     assert told == [("rollout", 4), ("rollout", 4), ("update", None)]
     taken = clock.take()
     assert set(taken) == {"time/rollout", "time/update"} and taken["time/rollout"] >= 0.02
@@ -443,7 +445,7 @@ def failing(clock: Phases) -> Iterator[None]:
         raise RuntimeError
 
 
-def wait_for(look: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(look: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not look():
         assert time.monotonic() < end

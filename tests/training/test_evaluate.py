@@ -59,7 +59,7 @@ def driver(process: Recording) -> Recording:
 
 
 def look(
-    driver: DriverProcess, samples: int = 3, progress: list[int] | None = None, timeout: float = 30.0
+    driver: DriverProcess, samples: int = 3, progress: list[int] | None = None, timeout: float = 120.0
 ) -> EvalResult:
     told = [] if progress is None else progress
     return evaluate(

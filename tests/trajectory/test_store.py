@@ -272,7 +272,9 @@ def test_a_real_write_limit_is_a_store_error(tmp_path: Path) -> None:
         "except StoreError as error:\n    print('REFUSED', error)\n"
     )
     root = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), root], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), root], capture_output=True, text=True, timeout=300
+    )
     assert "REFUSED" in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1000
@@ -335,9 +337,9 @@ def promised(lines: list[bytes]) -> list[Ref]:
 
 def test_several_processes_share_a_folder(tmp_path: Path, random_batch: Maker) -> None:
     batches = [random_batch(n, groups=1) for n in range(12)]
-    trainer, taken = TrajectoryStore(tmp_path), set()
+    trainer, taken = TrajectoryStore(tmp_path), set[Ref]()
     children = [writer(tmp_path, batches, 30_000, 1) for _ in range(3)]
-    while any(child.poll() is None for child in children):
+    while any(child.poll() is None for child in children) or (trainer.list() and not taken):
         for ref in trainer.list()[::2]:
             assert trainer.read(ref).num_groups == 1 and trainer.delete(ref)
             taken.add(ref)
@@ -411,8 +413,9 @@ def test_text_that_is_none_is_refused(tmp_path: Path, random_batch: Maker) -> No
         TrajectoryStore(tmp_path).write(replace(batch, task_id=("\udc80",) * batch.num_groups))
 
 
-def test_a_step_is_written_and_read_in_milliseconds(tmp_path: Path) -> None:
-    """16 groups of 8 trajectories of 110 tokens; the bound is loose, syncs depend on the disk."""
+def test_a_step_is_written_and_read_in_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 groups of 8 trajectories of 110 tokens. The time is the processor's own, which other processes do not
+    lengthen, and the bound is loose; how long a sync takes is up to the disk, so those are counted."""
     groups = []
     for g in range(16):
         finished = []
@@ -424,12 +427,21 @@ def test_a_step_is_written_and_read_in_milliseconds(tmp_path: Path) -> None:
                 b.add_model_turn(s, [2] * 6, [-1.0] * 6, [1] * 6)
             finished.append(b.finish(0, {}, False, Status.DONE))
         groups.append(build_group(f"g{g}", "t", finished))
-    store = TrajectoryStore(tmp_path)
-    start = time.perf_counter()
+    store, syncs, fsync = TrajectoryStore(tmp_path), list[int](), os.fsync
+
+    def counted(file: int) -> None:
+        syncs.append(file)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    store.read(store.write(groups[0]))  # what is imported with the first one
+    syncs.clear()
+    start = time.process_time()
     refs = [store.write(group) for group in groups]
-    written = time.perf_counter()
+    written = time.process_time()
     for ref in refs:
         store.read(ref)
-    read = time.perf_counter()
-    print(f"write {1e3 * (written - start):.1f} ms, read {1e3 * (read - written):.1f} ms")
-    assert written - start < 2.0 and read - written < 0.5
+    read = time.process_time()
+    print(f"write {1e3 * (written - start):.1f} ms, read {1e3 * (read - written):.1f} ms, {len(syncs)} syncs")
+    assert written - start < 0.5 and read - written < 0.5  # each about 20 ms
+    assert len(syncs) == len(groups), "one a group"

@@ -16,7 +16,7 @@ from megatron_ext.training.ranks.link import Link, RankLost, Timing
 from megatron_ext.training.ranks.ranks import Ranks, alone, gather_over, joined, launched
 from tests.helpers.training import one_rank
 
-TIMING = Timing(beat_s=0.05, blame_s=0.2, meet_s=20.0)
+TIMING = Timing(beat_s=0.05, blame_s=0.2, meet_s=60.0)
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def test_one_rank_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:  # inv
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert launched() == (0, 1)
-    before = threading.active_count()
+    before = set(threading.enumerate())  # others of this process may end meanwhile
     with joined("gloo") as ranks:
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
         assert ranks.leads and ranks.tell(3) == 3 and ranks.led(lambda: 4) == 4 and ranks.gather(5, "come") == [5]
         ranks.meet("come")
         ranks.check()
