@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_ext.config.compose import ConfigError
 from megatron_ext.training.ranks.link import RankLost
@@ -51,12 +55,21 @@ def is_first() -> bool:
 
 def show(error: Exception) -> int:
     """Prints ``error`` on stderr, one line a problem, and returns the exit status for bad input."""
-    if not is_first():  # each rank finds the same
-        return 2
     problems = error.problems if isinstance(error, ConfigError) else str(error).splitlines()
-    for line in problems:
-        print(f"error: {line}", file=sys.stderr)
+    if is_first():  # each rank finds the same
+        for line in problems:
+            print(f"error: {line}", file=sys.stderr)
+    _tell_launcher(problems)
     return 2
+
+
+def _tell_launcher(problems: Sequence[str]) -> None:
+    """Under ``torchrun``, whose own summary comes after everything else: what ended this rank, where it looks for it
+    (the format of ``torch.distributed.elastic.multiprocessing.errors``)."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        said = {"message": "\n".join(problems), "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
 
 
 def status(error: BaseException) -> int:

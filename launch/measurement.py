@@ -1,8 +1,10 @@
-"""What a bench reports."""
+"""What a bench reports, and what it says of itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Literal
@@ -32,3 +34,25 @@ class Measurement:
 
 
 Report = Callable[[Measurement], None]
+
+
+def no_options(parser: ArgumentParser) -> None:
+    """Of a bench that has none of its own."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What ``--help`` says of a bench besides its module's docstring. ``line`` is its line in the list of benches,
+    ``takes`` how long it runs and on what; ``keys`` are the names that it prints, or families of them with ``<...>``
+    (``[...]``: with or without), each with what it is; ``options`` adds its own, which ``run`` takes as arguments of
+    the same names."""
+
+    line: str
+    takes: str
+    keys: Mapping[str, str]
+    options: Callable[[ArgumentParser], None] = no_options
+
+    def knows(self, name: str) -> bool:
+        """Whether a printed name is among ``keys``."""
+        patterns = (re.sub(r"\[(\w+)\]", r"(?:\1)?", re.sub(r"<\w+>", r"\\w+", key)) for key in self.keys)
+        return any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -1,6 +1,10 @@
 """From a command line to a configuration that was checked in every way that needs no device.
 
-Invariant (``tests/launch/test_train.py``): every problem is reported, one line each, before anything is allocated.
+Invariants (``tests/launch/test_train.py``, ``tests/launch/test_refused_run.py``):
+
+1. Every problem is reported, one line each, before anything is allocated.
+2. What only the environment knows is asked of it where it matters, of a configuration that has no other problem; its
+   answer too comes before a run makes its folder.
 """
 
 from __future__ import annotations
@@ -8,18 +12,24 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from launch.paths import MEGATRON_CORE, RECIPES
+from megatron_ext.config import needs
 from megatron_ext.config.compose import ConfigError, collect
 from megatron_ext.config.schema import Config
 from megatron_ext.config.validate import problems
+from megatron_ext.environments.pool import EnvironmentFailed, EnvironmentPool, PoolError
+from megatron_ext.harness.protocol import HarnessError
 from megatron_ext.harness.template import TemplateError, load_codec
 from megatron_ext.models.backends import BackendError, resolve_backend
 from megatron_ext.models.hf_config import HFConfig, HFConfigError, load_hf_config
 from megatron_ext.models.hf_io import SafetensorsReader
 from megatron_ext.models.hf_tensors import WeightError
+from megatron_ext.models.vocab import VocabRows
 
 
 def prepare(argv: Sequence[str], recipes: Path = RECIPES) -> Config:
@@ -34,6 +44,7 @@ def prepare(argv: Sequence[str], recipes: Path = RECIPES) -> Config:
             resolve_backend(cfg.backend)
         except BackendError as error:
             found += str(error).splitlines()
+        found = found or _environment_problems(cfg)
     if cfg is None or found:
         raise ConfigError(found)
     return cfg
@@ -98,7 +109,37 @@ def _file_problems(cfg: Config, hf: HFConfig) -> list[str]:
                 f"model.tokenizer={tokenizer}: has {codec.vocab_size} ids, more than the vocabulary of {hf.vocab} of "
                 "model.weights; name the folder that belongs to them"
             )
+        if not weights and min(cfg.model.vocab_multiple, cfg.parallel.tensor) >= 1:
+            why = VocabRows(codec.vocab_size, cfg.model.vocab_multiple).why_not(cfg.parallel.tensor)
+            found += [why] if why else []
     return found
+
+
+def _environment_problems(cfg: Config) -> list[str]:
+    """What the environment, once built, says against a sound configuration. Most are not asked: only where something
+    reads labels or answers is it built, as a run would, in a process of its own."""
+    labels, answers = needs.asks_environment(cfg)
+    if not labels and not answers:
+        return []
+    name, logs = cfg.tasks.environment, Path(tempfile.mkdtemp(prefix="megatron_ext_"))
+    only = {name: cfg.environments[name]}
+    try:
+        with EnvironmentPool(only, workers=1, deadline_s=cfg.rollout.env_deadline_s, log_dir=logs) as pool:
+            given, tools = pool.labels(name), pool.tools(name)
+            tasks = pool.tasks(name, "train", cfg.tasks.train_tasks) if answers else []
+    except (EnvironmentFailed, PoolError) as error:
+        text = " ".join(str(error).split())
+        if str(logs) not in text:  # else its log is left: the line names it
+            shutil.rmtree(logs)
+        return [f"environments.{name}: {text}"]
+    shutil.rmtree(logs)
+    try:
+        needs.check_started(cfg, given, tools, tasks)
+    except ConfigError as error:
+        return list(error.problems)
+    except HarnessError as error:
+        return str(error).splitlines()
+    return []
 
 
 def half_launched() -> list[str]:

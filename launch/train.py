@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [flag for flag in flags if flag not in FLAGS]
     if unknown:
         there_are = ", ".join((*FLAGS[1:], *VALUED))
-        print(f"error: {unknown[0]}: no such option; there are {there_are}", file=sys.stderr)
-        return 2
+        return show(ConfigError([f"{unknown[0]}: no such option; there are {there_are}"]))
     if "-h" in flags or "--help" in flags:
         return printing(lambda: show_help(overrides))
     try:

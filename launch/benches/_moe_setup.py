@@ -80,6 +80,20 @@ class Size:
     threads: int = 1
 
 
+SMALL = Size(
+    demonstrations=128,
+    tasks=4,
+    samples=4,
+    equal_tasks=2,
+    rounds=2,
+    other_rounds=1,
+    closed_steps=2,
+    stale_steps=3,
+    stale_tasks=2,
+    lag=1,
+)
+
+
 def configuration(size: Size, root: Path, cache: Path) -> Config:
     """The run whose warm start and whose steps are measured: the structured recipe with plain routers and no step."""
     return prepare(

@@ -16,10 +16,19 @@ from pathlib import Path
 from statistics import median
 
 from launch.benches._e2e_setup import Side, Size, write_model, write_task_file, write_tokenizer
-from launch.measurement import Measurement, Report
+from launch.measurement import About, Measurement, Report
 from launch.paths import ROOT
 
-HELP = "whole RL steps (generate, score, train) against TRL's GRPOTrainer"
+ABOUT = About(
+    line="whole RL steps (generate, score, train) against TRL's GRPOTrainer",
+    takes="about four minutes on two idle cores; needs the peers' environment (bash launch/env --peers python ...)",
+    keys={
+        "e2e_speedup_vs_trl": "our tokens per second over TRL's",
+        "e2e_trl_tokens_per_s": "sampled tokens of a step over the seconds of the whole step, TRL",
+        "e2e_tokens_per_s": "the same, ours",
+        "e2e_share_<phase>": "part of our step: generation, scoring, training, publish",
+    },
+)
 BAR = 1.5
 OURS = (sys.executable, "-m", "launch.benches._e2e_ours")
 TRL = ("bash", str(ROOT / "launch" / "env"), "--peers", "python", "-m", "launch.benches._e2e_trl")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,16 +23,39 @@ from pathlib import Path
 from statistics import median
 
 from launch.benches._kill_run import SIZE, TASKS_PER_STEP, write_first
-from launch.measurement import Measurement, Report
+from launch.measurement import About, Measurement, Report
 from launch.paths import ROOT
 from megatron_ext.rollout.journal import read
 from megatron_ext.rollout.journal_audit import journal_audit
 from megatron_ext.tracking.jsonl import read_metrics
 from megatron_ext.training.deterministic import comparable
 
-HELP = "kill -9 at random moments of a deterministic run: what is lost, trained twice, or differs (minutes)"
 PHASES = ("start", "rollout", "scoring", "update", "publish", "evaluate", "save")
-KILLS, MINUTES, STEPS = 50, 15.0, 40
+KILLS, MINUTES, STEPS, SEED = 50, 15.0, 40, 1
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--kills", type=int, default=KILLS, metavar="N", help=f"kills to deal (default: {KILLS})")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, metavar="M", help=f"deal no more after so many (default: {MINUTES:g})"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps of a run (default: {STEPS})")
+    parser.add_argument("--seed", type=int, default=SEED, metavar="N", help=f"of the moments (default: {SEED})")
+
+
+ABOUT = About(
+    line="kill -9 at random moments of a deterministic run: what is lost, trained twice, or differs (minutes)",
+    takes=f"at most {MINUTES:g} minutes, or less by --minutes; --kills 3 --steps 8 is the smallest that says something",
+    keys={
+        "kill_lost": "groups that were generated and neither trained nor filtered",
+        "kill_doubled": "groups that were trained twice on the history that survived",
+        "kill_curve_differs": "steps whose metrics are not those of the run that was never killed",
+        "kill_count": "kills that were dealt",
+        "kill_in_<phase>": "of them in each phase",
+        "kill_while_writing_a_checkpoint": "of them while a checkpoint was being written",
+    },
+    options=add_options,
+)
 SILENCE_S = 300.0
 
 
@@ -129,7 +153,7 @@ def usual_lengths(life: Life) -> dict[str, float]:
     return {name: median(s for n, _, s in life.phases if n == name) for name in names}
 
 
-def run(report: Report, kills: int = KILLS, minutes: float = MINUTES, steps: int = STEPS, seed: int = 1) -> None:
+def run(report: Report, kills: int = KILLS, minutes: float = MINUTES, steps: int = STEPS, seed: int = SEED) -> None:
     """Deals ``kills`` kills, or as many as fit in ``minutes``, to runs of ``steps`` steps."""
     rng = random.Random(seed)
     ends = time.monotonic() + 60 * minutes

@@ -1,14 +1,17 @@
 """Routing replay and routing losses of a Mixture of Experts: what they repair, what they cost.
 
-A warm checkpoint is made first (``_moe_setup``). Then episodes of an engine in bf16 and of one in fp32 are scored by an
-fp32 trainer with the same weights, with and without replay; training steps with replay and with both routing losses are
-timed against plain ones; and RL runs with an engine that stays some steps behind (``_moe_mismatch``,
-``_moe_overhead``).
+A warm checkpoint is made first. Then episodes of an engine in bf16 and of one in fp32 are scored by an fp32 trainer
+with the same weights, with and without replay; training steps with replay and with both routing losses are timed
+against plain ones; and RL runs with an engine that stays some steps behind. The parts are ``_moe_setup.py``,
+``_moe_mismatch.py`` and ``_moe_overhead.py``.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -16,20 +19,65 @@ import numpy as np
 
 from launch.benches._moe_mismatch import Mismatch, played, pooled, stale
 from launch.benches._moe_overhead import CLOSED, EVERY_ROUND, OPEN, changed_parameters, timed
-from launch.benches._moe_setup import Size, World, world
-from launch.measurement import Measurement, Report
+from launch.benches._moe_setup import SMALL, Size, World, world
+from launch.measurement import About, Measurement, Report
 from megatron_ext.trajectory.record import TrajectoryBatch
-
-HELP = "routing replay and routing losses: mismatch with the engine, overhead, a closed gate"
 
 REDUCTION_BAR, EQUAL_BAR, REPLAY_BAR, LOSSES_BAR = 2.0, 1e-5, 0.05, 0.1
 STALE_PARTS = 4
 NATS = "nats"
+SMALL_SIZES = "small, no claim"
 
 
-def run(report: Report) -> None:
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="the smallest sizes at which everything runs; its figures are no claims and have no bars",
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the warm checkpoint there, and take it from there the next time (default: made anew, not kept)",
+    )
+
+
+ABOUT = About(
+    line="routing replay and routing losses: mismatch with the engine, overhead, a closed gate",
+    takes="2.6 minutes on one idle core, under a minute with --small; --cache saves the warm start, about half of it",
+    keys={
+        "moe_replay_mismatch_reduction": "of tokens that two precisions route apart: mismatch without replay over with",
+        "moe_mismatch_<tokens>_<how>": "mean |log-prob difference|, engine bf16: tokens apart or all; live or replayed",
+        "moe_routed_apart": "share of the sampled tokens that two precisions route apart",
+        "moe_equal_precision_<how>": "the largest difference in one precision: agreed (no replay), replayed",
+        "moe_equal_precision_replayed_mean": "the mean of the latter",
+        "moe_replay_overhead": "seconds of a step with replay over a plain one's, less 1",
+        "moe_routing_loss_overhead": "the same of both routing losses, two optimizer steps a batch",
+        "moe_routing_loss_cost_<when>": "the same: checked (linearisation measured), single (one optimizer step)",
+        "moe_cpu_cost_<way>": "the same in CPU time of all threads",
+        "moe_step_<way>": "seconds of a step",
+        "moe_gate_<state>_changed": "parameters that differ from plain RL's after some steps, gate closed or open",
+        "moe_stale_steps_<from>_<to>_<how>": "mean |log-prob difference| of an engine some steps behind; apart: share",
+    },
+    options=add_options,
+)
+
+
+def run(report: Report, small: bool = False, cache: Path | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-moe-") as scratch:
-        measure(report, Size(), Path(scratch), Path(scratch) / "warm_start")
+        root = Path(scratch)
+        warm = root / "warm_start" if cache is None else cache.resolve()
+        if not small:
+            measure(report, Size(), root, warm)
+            return
+        print("small sizes: they show that everything runs; the figures are no claims", file=sys.stderr)
+        measure(lambda row: report(unclaimed(row)), SMALL, root, warm)
+
+
+def unclaimed(row: Measurement) -> Measurement:
+    """A figure of the small sizes."""
+    return replace(row, bar=None, size=f"{SMALL_SIZES}: {row.size}")
 
 
 def measure(report: Report, size: Size, root: Path, cache: Path) -> None:
@@ -53,6 +101,10 @@ def _model(made: World) -> str:
 
 def report_two_precisions(report: Report, made: World, found: Mismatch) -> None:
     apart = found.apart
+    everywhere = f"{len(apart)} sampled tokens; engine bf16, trainer fp32"
+    report(Measurement("moe_routed_apart", float(apart.mean()), "of sampled tokens", None, "lower", everywhere))
+    report(Measurement("moe_mismatch_all_live", float(found.live.mean()), NATS, None, "lower", everywhere))
+    report(Measurement("moe_mismatch_all_replayed", float(found.replayed.mean()), NATS, None, "lower", everywhere))
     if not apart.any():
         raise RuntimeError("no sampled token was routed differently in two precisions: take a larger batch")
     size = f"{int(apart.sum())} of {len(apart)} sampled tokens; engine bf16, trainer fp32; {_model(made)}"
@@ -60,11 +112,6 @@ def report_two_precisions(report: Report, made: World, found: Mismatch) -> None:
     report(Measurement("moe_replay_mismatch_reduction", live / replayed, "x", REDUCTION_BAR, "higher", size))
     report(Measurement("moe_mismatch_apart_live", live, NATS, None, "lower", size))
     report(Measurement("moe_mismatch_apart_replayed", replayed, NATS, None, "lower", size))
-    everywhere = f"{len(apart)} sampled tokens; engine bf16, trainer fp32"
-    report(Measurement("moe_mismatch_all_live", float(found.live.mean()), NATS, None, "lower", everywhere))
-    report(Measurement("moe_mismatch_all_replayed", float(found.replayed.mean()), NATS, None, "lower", everywhere))
-    share = float(apart.mean())
-    report(Measurement("moe_routed_apart", share, "of sampled tokens", None, "lower", everywhere))
 
 
 def report_one_precision(report: Report, found: Mismatch) -> None:

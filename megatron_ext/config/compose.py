@@ -34,19 +34,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.config import keys, targets
+from megatron_ext.config.errors import ConfigError as ConfigError
 from megatron_ext.config.instantiate import InstantiateError, import_target
 from megatron_ext.config.keys import Kind
 from megatron_ext.config.schema import Config
 
 COMPARISON = "comparison.yaml"
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; ``problems`` has one line a problem."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
 
 
 @dataclass(frozen=True)
@@ -230,6 +223,8 @@ def _unquote(value: Any) -> object:
 
 def _edit_problems(edit: Edit) -> list[str]:
     key = keys.find(Config, edit.path)
+    if edit.path == "defaults":
+        return [_no_defaults(edit)]
     if key is None:
         return [f"{keys.unknown(Config, edit.path)} (in {edit.written})"]
     if edit.delete:
@@ -241,6 +236,16 @@ def _edit_problems(edit: Edit) -> list[str]:
     for part in reversed(edit.path.split(".")):
         tree = {part: tree}
     return _tree_problems(Config, cast(dict[str, Any], tree))
+
+
+def _no_defaults(edit: Edit) -> str:
+    """What to write instead of presets on the command line."""
+    named = edit.value if isinstance(edit.value, list) else [edit.value]
+    files = ", ".join(f"{name.strip('/')}.yaml" for name in named if isinstance(name, str)) or "the preset"
+    return (
+        f"{edit.written}: presets are listed in a recipe's YAML file (recipe=SLUG/PRESET names one); on the command "
+        f"line give each key that {files} sets, a plug point whole: 'model.router={{_target_: import.path, name: 1}}'"
+    )
 
 
 def _dropped(tree: dict[str, Any], edit: Edit, later: Sequence[Edit]) -> list[str]:

@@ -4,7 +4,8 @@ Invariants (``tests/config/test_instantiate.py`` asserts each):
 
 1. Every key of a node reaches the target, is named in ``skip``, or is an error: nothing is dropped silently.
 2. Errors are one line: target, key, nearest parameter names. A ``ValueError`` of the target is its word on what the
-   configuration gave it and becomes one too; whatever else it raises passes through unchanged.
+   configuration gave it and becomes one too, and a ``ConfigError`` one for each of its problems; whatever else it
+   raises passes through unchanged.
 3. ``ordered`` is the same for every order in which the map was written.
 """
 
@@ -17,6 +18,7 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
+from megatron_ext.config.errors import ConfigError
 from megatron_ext.config.signature import Signature
 
 TARGET = "_target_"
@@ -79,6 +81,8 @@ def instantiate(
     _check(target, path, arguments, extra, prefix)
     try:
         return target(**arguments, **extra)
+    except ConfigError as error:
+        raise ConfigError([f"{prefix}{path}: {line}" for line in error.problems]) from error
     except ValueError as error:
         raise InstantiateError(f"{prefix}{path}: {' '.join(str(error).split())}") from error
 

@@ -14,8 +14,8 @@ Invariants (``tests/config/test_needs.py``):
 
 1. What is read and written by nothing is one line: who reads it, what it misses, and the keys that provide it.
 2. What is not known is no reason to refuse. Which labels an environment gives, and how many values each, is known once
-   it is built, and whether tasks have answers once they are listed: ``check_started`` refuses then, before anything is
-   generated.
+   it is built, and whether tasks have answers once they are listed: ``check_started`` refuses then.
+   ``asks_environment`` says whether that is worth building one for, before a run makes its folder.
 """
 
 from __future__ import annotations
@@ -97,6 +97,23 @@ def unmet_ids(edits: Mapping[str, CreditEdit], harness: Harness | None) -> Itera
             )
 
 
+def _readers(cfg: Config) -> tuple[dict[str, CreditEdit], RouterPolicy | None]:
+    """The credit edits by name, and the router policy (None: the default), built."""
+    edits = {n: instantiate(node, skip=("order",)) for n, node in cfg.credit.edits.items() if node is not None}
+    return edits, instantiate(cfg.model.router) if cfg.model.router else None
+
+
+def asks_environment(cfg: Config) -> tuple[bool, bool]:
+    """Whether ``check_started`` could refuse what the environment's class does not tell: over its labels, and over its
+    tasks. ``cfg`` has no other problem."""
+    edits, router = _readers(cfg)
+    read = any(edit.traits.labels for edit in edits.values()) or (
+        router is not None and bool(router.reads_labels or isinstance(router, LabelRoom))
+    )
+    labels = read and labels_of(cfg.environments[cfg.tasks.environment]) is None
+    return labels, any(edit.traits.prepared for edit in edits.values())
+
+
 def check_started(
     cfg: Config, given: Mapping[str, Sequence[str]], tools: Sequence[ToolSpec], tasks: Sequence[Task]
 ) -> None:
@@ -111,8 +128,7 @@ def check_started(
             ids that no task has.
         HarnessError: the harness was told to prepare an answer and cannot.
     """
-    edits = {n: instantiate(node, skip=("order",)) for n, node in cfg.credit.edits.items() if node is not None}
-    router = instantiate(cfg.model.router) if cfg.model.router else None
+    edits, router = _readers(cfg)
     lines = [
         *unmet_labels(edits, router, RewardSet.from_config(cfg.rewards), given),
         *unmet_room(router, given),

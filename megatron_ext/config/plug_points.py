@@ -6,7 +6,8 @@ engines are not.
 
 Invariants (``tests/config/test_plug_points.py``):
 
-1. Each plug point that cannot be built is a line that names it and says why; the others are judged all the same.
+1. Each plug point that cannot be built is a line for each of its reasons, which names it; the others are judged all
+   the same.
 2. What plug points say about each other, and of the model, is judged among those that could be built.
 3. An edit or a router policy that reads what nothing in the configuration writes is refused (``needs.py``).
 4. A class that lacks a member of its plug point's protocol is refused (``protocols.py``).
@@ -20,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from megatron_ext.config import keys, needs, protocols, targets
+from megatron_ext.config.errors import ConfigError
 from megatron_ext.config.instantiate import import_target, instantiate
 from megatron_ext.config.schema import Config
 from megatron_ext.models.families import FAMILIES
@@ -121,11 +123,13 @@ class _Builder:
         """What ``make`` builds; None when it cannot."""
         try:
             return make()
+        except ConfigError as error:
+            self.lines += error.problems
         except Exception as error:  # it may be the user's code, and whatever that raises is an answer to this question
             text = " ".join(str(error).split())
             text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
             self.lines.append(text if text.startswith(path) else f"{path}: {text}")
-            return None
+        return None
 
 
 def _routing_loss(target: str, router: Any) -> Iterator[str]:
@@ -180,15 +184,15 @@ def _routers(
     if router is not None:
         yield from _routing_loss(node["_target_"], router)
     coefficient = cfg.model.aux_loss_coefficient
-    if router is not None and coefficient > 0 and router.config_overrides().get("moe_aux_loss_coeff") == 0.0:
+    off = router is not None and router.config_overrides().get("moe_aux_loss_coeff") == 0.0
+    if off and coefficient > 0:
         yield (
             f"model.aux_loss_coefficient={coefficient}: the router policy {node['_target_']} keeps the auxiliary loss "
             "off"
         )
     coefficient = cfg.warm_start.aux_loss_coefficient
-    sound = bool(node) and not any(targets.problems("model.router", node))
-    if sound and cfg.warm_start.enabled and coefficient > 0 and node.get("in_warm_start", False):
+    if off and router.in_warm_start and cfg.warm_start.enabled and coefficient > 0:
         yield (
-            f"warm_start.aux_loss_coefficient={coefficient}: model.router.in_warm_start=true keeps the auxiliary loss "
-            "off; set one of them to its default"
+            f"warm_start.aux_loss_coefficient={coefficient}: the router policy {node['_target_']} acts in the warm "
+            "start too (in_warm_start) and keeps the auxiliary loss off; set one of them to its default"
         )

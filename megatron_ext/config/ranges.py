@@ -43,6 +43,7 @@ AT_LEAST: Mapping[str, float] = {
     "parallel.expert_tensor": 1,
     "parallel.context": 1,
     "model.max_context": 2,
+    "model.vocab_multiple": 1,
     "model.aux_loss_coefficient": 0,
     "tokenizer.corpus_tasks": 1,
     "batch.tasks_per_step": 1,

@@ -64,6 +64,9 @@ class ModelConfig:
     init: str = opt("fan_in", "fresh initialisation: fan_in (std 1/sqrt(fan-in)) | normal (config's initializer_range)")
     embedding_std: float = opt(0.08, "std of fresh embeddings under init=fan_in")
     max_context: int = opt(512, "tokens of context; a longer trajectory ends with status MAX_CONTEXT")
+    vocab_multiple: int = opt(
+        8, "Megatron's embedding and output rows are filled up to a multiple of this, which parallel.tensor shares out"
+    )
     aux_loss_coefficient: float = opt(0.0, "MoE load-balancing loss; 0 = exactly off")
     router: dict[str, Any] = opt({}, "router policy {_target_: ...}; empty = trained, no auxiliary loss")
 

@@ -13,6 +13,7 @@ Invariants (``tests/config/test_validate.py``):
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import lcm
 from pathlib import PurePath
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_ext.config.schema import Config
 from megatron_ext.config.signature import Signature
 from megatron_ext.models.families import FAMILIES
 from megatron_ext.models.hf_config import HFConfig
+from megatron_ext.models.vocab import VocabRows
 from megatron_ext.tracking.names import NEITHER, MetricNameError, lookup
 
 
@@ -119,7 +121,7 @@ def _model(cfg: Config, hf: HFConfig) -> Iterator[str]:
 
     def divides(key: str, size: int, count: int, what: str, field: str) -> Iterator[str]:
         if size >= 1 and count % size:
-            yield f"{key}={size}: does not divide the model's {count} {what} ({_entry(hf, field)})"
+            yield f"{key}={size}: does not divide the model's {count} {what} ({hf.traits.entry(field)})"
 
     yield from divides("parallel.tensor", p.tensor, hf.heads, "attention heads", "heads")
     yield from divides("parallel.tensor", p.tensor, hf.kv_heads, "key-value groups", "kv_heads")
@@ -143,14 +145,25 @@ def _model(cfg: Config, hf: HFConfig) -> Iterator[str]:
     if chunks >= 1 and hf.layers % chunks:
         factors = f"{p.pipeline} x {p.virtual_pipeline} = {chunks}"
         yield f"parallel.pipeline x virtual_pipeline = {factors}: does not divide the model's {hf.layers} layers"
+    yield from _vocabulary(cfg, hf)
     longest = hf.max_position_embeddings
     if cfg.model.max_context > longest:
         yield f"model.max_context={cfg.model.max_context}: the model has {longest} positions (max_position_embeddings)"
 
 
-def _entry(hf: HFConfig, field: str) -> str:
-    """What the family's ``config.json`` calls a field."""
-    return next(key.name for key in hf.traits.keys if key.field == field)
+def _vocabulary(cfg: Config, hf: HFConfig) -> Iterator[str]:
+    """Rows that tensor-parallel ranks cannot share out. A tokenizer that is still to be learned may have any size."""
+    multiple, tensor = cfg.model.vocab_multiple, cfg.parallel.tensor
+    if multiple < 1 or tensor < 1:
+        return  # ranges has said so
+    if cfg.model.weights:
+        if why := VocabRows(hf.vocab, multiple).why_not(tensor):
+            yield why
+    elif not cfg.model.tokenizer and multiple % tensor:
+        yield (
+            f"model.vocab_multiple={multiple}: must be a multiple of parallel.tensor={tensor} where the tokenizer is "
+            f"learned, as its size is not known before; set model.vocab_multiple={lcm(multiple, tensor)}"
+        )
 
 
 def _without_experts(cfg: Config, hf: HFConfig) -> Iterator[str]:

@@ -30,6 +30,7 @@ from megatron_ext.models.hf_map import Layout, check_divisible
 from megatron_ext.models.hf_weights import load_tensors
 from megatron_ext.models.norm import RMSNorm
 from megatron_ext.models.swiglu import SwiGLU
+from megatron_ext.models.vocab import VocabRows
 from megatron_ext.models.wide_norm import WideKeyNorm, WideQueryNorm
 
 cpu_platform.install()
@@ -218,10 +219,11 @@ def _chunk(hf: HFConfig, config: TransformerConfig, model: ModelConfig, te: bool
     else:
         spec = _local_spec(hf, config, vp_stage)
     whole = vp_stage is None
-    return GPTModel(
+    rows = VocabRows(hf.vocab, model.vocab_multiple)
+    chunk = GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=hf.vocab,
+        vocab_size=rows.padded,
         max_sequence_length=model.max_context,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage),
@@ -234,6 +236,8 @@ def _chunk(hf: HFConfig, config: TransformerConfig, model: ModelConfig, te: bool
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         vp_stage=vp_stage,
     )
+    chunk.vocab_rows = rows
+    return chunk
 
 
 def build_model(
@@ -249,7 +253,7 @@ def build_model(
     Process groups must be up (``parallel.initialize``). Weights come from ``model.weights`` when it names an HF folder,
     else they are drawn from ``seed``. bf16 parameters are bf16; norms and routers compute in fp32.
     """
-    errors = check_divisible(hf, Layout.of(parallel))
+    errors = check_divisible(hf, Layout.of(parallel, vocab_multiple=model.vocab_multiple))
     if model.max_context > hf.max_position_embeddings:
         errors.append(
             f"model.max_context {model.max_context} exceeds max_position_embeddings {hf.max_position_embeddings}"

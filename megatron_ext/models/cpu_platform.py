@@ -276,6 +276,10 @@ def install(cuda_available: Callable[[], bool] = torch.cuda.is_available, cache:
     Returns whether the hook is active: False, having done nothing, when CUDA is available. ``cache`` defaults to
     ``cache_root()``. Raises ``CpuPlatformError`` for another version of Megatron-Core, or when it is imported already.
     """
+    # Megatron-Core calls two collectives by the names that torch 2.13 gives up: two lines of warning on every rank,
+    # between those of the steps, which nobody but Megatron can mend. (torch names its own logger as the caller.)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", rf"`torch\.distributed\.{name}` is deprecated", FutureWarning)
     if cuda_available():
         return False
     if any(isinstance(finder, RewritingFinder) and finder.package == _PACKAGE for finder in sys.meta_path):

@@ -10,7 +10,7 @@ Invariants (``tests/models/test_families.py``):
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 REQUIRED: Final = object()
@@ -68,6 +68,7 @@ _KEYS = (
     Key("bos_token_id", "bos_token_id", int, None),
     Key("pad_token_id", "pad_token_id", int, None),
 )
+_GLM_KEYS = tuple(replace(key, default=1e-5) if key.name == "rms_norm_eps" else key for key in _KEYS)
 _EXPERTS = ("num_experts", "num_local_experts")  # transformers 5 maps one name to the other
 _ONLY: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
@@ -104,6 +105,10 @@ class Family:
     rotary_dim: bool = False
     next_tokens: bool = False
 
+    def entry(self, name: str) -> str:
+        """What the family's ``config.json`` calls a field of ``HFConfig``; the field's own name where it has none."""
+        return next((key.name for key in self.keys if key.field == name), name)
+
 
 _QWEN_ONLY = _ONLY | {
     "attention_bias": (False, None),
@@ -132,7 +137,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         architecture="Glm4MoeForCausalLM",
         keys=(
-            *_KEYS,
+            *_GLM_KEYS,
             Key("n_routed_experts", "num_experts", int),
             Key("num_experts_per_tok", "top_k", int),
             Key("moe_intermediate_size", "moe_intermediate", int),

@@ -35,6 +35,11 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
     return chunk
 
 
+def vocab_of(chunk: torch.nn.Module) -> int:
+    """Ids of the model that a chunk is part of; what its logits have beyond them is padding (``models.vocab``)."""
+    return int(unwrap(chunk).vocab_rows.true)
+
+
 def packed_logits(
     chunk: torch.nn.Module,
     ids: torch.Tensor,
@@ -51,7 +56,8 @@ def packed_logits(
     that is what RoPE uses. ``batch = pack(cu_seqlens)`` may be passed to share its plan between forwards over the same
     micro-batch. ``chunk`` may be wrapped in DDP. With ``shared`` the ids, positions and logits are those of its U
     distinct tokens, while ``cu_seqlens`` still covers all T places (local attention, no context parallelism). ``run``
-    names this forward at the layers (``moe.tap.MicroRun``).
+    names this forward at the layers (``moe.tap.MicroRun``). Columns of ids from ``vocab_of(chunk)`` on are padding:
+    whoever reads logits leaves them out.
     """
     model, tokens = unwrap(chunk), ids.numel()
     filler = _filler(tokens, model.config.tensor_model_parallel_size, model.config.context_parallel_size)

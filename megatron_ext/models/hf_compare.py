@@ -85,7 +85,7 @@ def compare(hf: HFConfig, config: TransformerConfig) -> list[str]:
 def compare_model(hf: HFConfig, chunk: GPTModel) -> list[str]:
     """``compare`` plus what lives on the model itself: vocabulary, tied embeddings and the rotary base."""
     pairs: dict[str, tuple[object, object]] = {
-        "vocab_size": (hf.vocab, chunk.vocab_size),
+        "vocab_size": (hf.vocab, chunk.vocab_rows.true),
         "share_embeddings_and_output_weights": (hf.tie_word_embeddings, chunk.share_embeddings_and_output_weights),
         "rotary_base": (hf.rope_theta, float(chunk.rotary_base)),
         "rotary_percent": (hf.rotary_share, float(chunk.rotary_percent)),

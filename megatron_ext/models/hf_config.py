@@ -83,41 +83,46 @@ class HFConfig:
         ]
         if self.traits.experts is not None:
             sizes += ["num_experts", "top_k", "moe_intermediate", "decoder_sparse_step", "expert_groups", "top_groups"]
-        values = {name: getattr(self, name) for name in sizes}
-        errors = [f"{name} must be >= 1, got {value}" for name, value in values.items() if value < 1]
+        said = {name: f"{self.traits.entry(name)} {getattr(self, name)}" for name in sizes}  # as the file has it
+        errors = [f"{text} must be >= 1" for name, text in said.items() if getattr(self, name) < 1]
         if not errors:
             if self.heads % self.kv_heads:
-                errors.append(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+                errors.append(f"{said['heads']} is not a multiple of {said['kv_heads']}")
             if self.head_dim % 2:
-                errors.append(f"head_dim {self.head_dim} must be even")
+                errors.append(f"{said['head_dim']} must be even")
             if self.top_k > self.num_experts:
-                errors.append(f"top_k {self.top_k} is more than num_experts {self.num_experts}")
-            errors += self._routing_errors() if self.traits.sigmoid else []
+                errors.append(f"{said['top_k']} is more than {said['num_experts']}")
+            errors += self._routing_errors(said) if self.traits.sigmoid else []
         if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
-            errors.append(f"rotary_dim {self.rotary_dim} must be even and at most head_dim {self.head_dim}")
+            errors.append(f"rotary_dim {self.rotary_dim} must be even and at most {said['head_dim']}")
         bad = [i for i in self.mlp_only_layers if not 0 <= i < self.layers]
         if bad:
-            errors.append(f"mlp_only_layers {bad} lie outside 0..{self.layers - 1}")
+            errors.append(f"{self.traits.entry('mlp_only_layers')}: layers {bad} lie outside 0..{self.layers - 1}")
         if self.rope_theta <= 0:
             errors.append(f"rope_theta must be positive, got {self.rope_theta}")
         if errors:
-            raise HFConfigError("HF config: " + "; ".join(errors))
+            raise HFConfigError("HF config: " + "; ".join(dict.fromkeys(errors)))
 
-    def _routing_errors(self) -> list[str]:
+    def _routing_errors(self, said: Mapping[str, str]) -> list[str]:
+        """Of a sigmoid router; ``said`` are the sizes in the words of the file."""
         errors = []
-        if not self.norm_topk_prob or self.top_k < 2:
-            errors.append("a sigmoid router needs top_k >= 2 and norm_topk_prob: its weights are normalised")
-        groups, chosen = self.expert_groups, self.top_groups
-        if groups > 1:
-            if self.num_experts % groups or chosen > groups:
-                errors.append(f"{groups} expert groups, {chosen} chosen: {self.num_experts} experts do not divide so")
-            elif self.top_k != 2 * chosen:
+        if self.top_k < 2:
+            errors.append(f"{said['top_k']}: a sigmoid router's weights are normalised, which needs 2 or more")
+        if not self.norm_topk_prob:
+            errors.append("norm_topk_prob false: a sigmoid router's weights are normalised")
+        experts, groups, chosen = said["num_experts"], said["expert_groups"], said["top_groups"]
+        wrong = [f"{chosen} is more than {groups}"] if self.top_groups > self.expert_groups else []
+        if self.expert_groups > 1:
+            if self.num_experts % self.expert_groups:
+                wrong.append(f"{experts} is not a multiple of {groups}")
+            elif self.num_experts < 2 * self.expert_groups:
+                wrong.append(f"{groups} leaves groups of one of {experts}: a group needs the two that it ranks by")
+            if not wrong and self.top_k != 2 * self.top_groups:
                 # Megatron ranks groups by their top_k / top_groups best experts, transformers by their two best.
-                errors.append(
-                    f"top_k {self.top_k} must be twice the {chosen} chosen groups: groups rank by their best two"
-                )
+                wrong.append(f"{said['top_k']} must be twice {chosen}: groups rank by their best two")
+        errors += wrong
         if self.shared_experts < 0:
-            errors.append(f"shared_experts must be >= 0, got {self.shared_experts}")
+            errors.append(f"{self.traits.entry('shared_experts')} must be >= 0, got {self.shared_experts}")
         return errors
 
     @property

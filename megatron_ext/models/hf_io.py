@@ -97,10 +97,11 @@ class SafetensorsReader:
         extra = {name for name in have - want.keys() if not is_next_token_module(name, hf)}
         if hf.tie_word_embeddings and _HEAD in extra and self._head_is_embedding():
             extra.remove(_HEAD)  # some tied checkpoints store the shared matrix twice
-        errors = []
-        if (self.folder / "config.json").is_file():
-            own = load_hf_config(self.folder)
-            errors += [f"{line} in its config.json" for line in differences(hf, own)]
+        errors, hint = [], ""
+        own = self.folder / "config.json"
+        if own.is_file():
+            errors += [f"{line} in its config.json" for line in differences(hf, load_hf_config(own))]
+            hint = f"; set model.hf_config={own.resolve()}, which is its own" if errors else ""
         errors += [f"tensor {name} is missing" for name in want if name not in have]
         errors += [f"tensor {name} is not part of this model" for name in sorted(extra)]
         for name, shape in want.items():
@@ -108,7 +109,7 @@ class SafetensorsReader:
                 errors.append(f"tensor {name} has shape {self.shape(name)}, the config says {shape}")
         if errors:
             shown = errors[:20] + ([f"... and {len(errors) - 20} more"] if len(errors) > 20 else [])
-            raise WeightError(f"{self.folder} does not fit the HF config of the model:\n" + "\n".join(shown))
+            raise WeightError(f"{self.folder} does not fit the HF config of the model{hint}:\n" + "\n".join(shown))
 
     def _head_is_embedding(self, rows: int = 8192) -> bool:
         if _EMBEDDING not in self._file_of or self.shape(_HEAD) != self.shape(_EMBEDDING):

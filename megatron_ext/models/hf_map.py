@@ -5,7 +5,7 @@ A Megatron parameter of a rank is its ``pieces`` concatenated along dimension 0;
     linear_qkv   [q heads of KV group g, k of g, v of g] for the rank's groups g
     linear_fc1   [gate rows, up rows] of the rank's share of the width
     linear_proj, linear_fc2   the rank's columns
-    word_embeddings, output_layer   the rank's rows of the vocabulary
+    word_embeddings, output_layer   the rank's rows of the vocabulary, then its share of the padding (``vocab.py``)
     router and its bias, norms   whole
 
 The bias that a router chooses with is a buffer in Megatron; here it is a parameter like any other, always fp32.
@@ -14,6 +14,7 @@ Invariants (``tests/models/test_hf_map.py``):
 
 1. The plan is a function of the HF configuration, the layout and the rank's coordinate: no model, no process groups.
 2. For every layout the ranks' pieces cover every element of every HF tensor; what more than one rank holds is the same.
+   Padding belongs to no HF tensor.
 3. Reassembling the shards of any layout is bit-exact.
 """
 
@@ -28,13 +29,15 @@ from megatron_ext.config.schema import ParallelConfig
 from megatron_ext.models.families import DENSE, ExpertNames
 from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.models.hf_tensors import WeightError, expert_names, hf_shapes
+from megatron_ext.models.vocab import VocabRows
 
 Spec = Literal["local", "te"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the model-parallel dimensions. ``virtual`` is the number of model chunks of a pipeline rank."""
+    """Sizes of the model-parallel dimensions. ``virtual`` is the number of model chunks of a pipeline rank; the rows of
+    the vocabulary are filled up to ``vocab_multiple``."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -42,11 +45,18 @@ class Layout:
     expert: int = 1
     expert_tensor: int = 1
     spec: Spec = "local"
+    vocab_multiple: int = 1
 
     @staticmethod
-    def of(config: ParallelConfig, spec: Spec = "local") -> Layout:
+    def of(config: ParallelConfig, spec: Spec = "local", vocab_multiple: int = 1) -> Layout:
         return Layout(
-            config.tensor, config.pipeline, config.virtual_pipeline, config.expert, config.expert_tensor, spec
+            tensor=config.tensor,
+            pipeline=config.pipeline,
+            virtual=config.virtual_pipeline,
+            expert=config.expert,
+            expert_tensor=config.expert_tensor,
+            spec=spec,
+            vocab_multiple=vocab_multiple,
         )
 
     def coordinates(self) -> Iterator[Coordinate]:
@@ -78,7 +88,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """Parameter ``param`` of model chunk ``chunk``, of ``shape``: its pieces concatenated along dimension 0."""
+    """Parameter ``param`` of model chunk ``chunk``, of ``shape``: its pieces concatenated along dimension 0, and zeros
+    from where they end. A rank whose share of the vocabulary is all padding has no piece of it."""
 
     chunk: int
     param: str
@@ -92,7 +103,6 @@ def check_divisible(hf: HFConfig, layout: Layout) -> list[str]:
     rules = [
         ("heads", hf.heads, "parallel.tensor", layout.tensor),
         ("kv_heads", hf.kv_heads, "parallel.tensor", layout.tensor),
-        ("vocab", hf.vocab, "parallel.tensor", layout.tensor),
         ("layers", hf.layers, "parallel.pipeline x virtual_pipeline", chunks),
     ]
     if not all(hf.moe_pattern):
@@ -104,7 +114,11 @@ def check_divisible(hf: HFConfig, layout: Layout) -> list[str]:
         rules.append(("moe_intermediate", hf.moe_intermediate, "parallel.expert_tensor", layout.expert_tensor))
     elif layout.expert > 1 or layout.expert_tensor > 1:
         return [f"{hf.family} has no experts: set parallel.expert=1 and parallel.expert_tensor=1"]
-    return [f"{name} {size} of the model is not a multiple of {key} {n}" for name, size, key, n in rules if size % n]
+    found = [f"{name} {size} of the model is not a multiple of {key} {n}" for name, size, key, n in rules if size % n]
+    if layout.vocab_multiple < 1:
+        return [*found, f"model.vocab_multiple must be >= 1, got {layout.vocab_multiple}"]
+    indivisible = VocabRows(hf.vocab, layout.vocab_multiple).why_not(layout.tensor)
+    return [*found, indivisible] if indivisible else found
 
 
 def chunk_layers(hf: HFConfig, layout: Layout, pipeline: int, chunk: int) -> range:
@@ -136,6 +150,14 @@ class _Builder:
     def share(self, name: str, dim: int, size: int, rank: int) -> Piece:
         width = self.shapes[name][dim] // size
         return Piece(name, dim, rank * width, (rank + 1) * width)
+
+    def vocabulary(self, param: str, name: str) -> None:
+        """The rank's share of the rows of ``name``, padding included."""
+        vocab, width = self.shapes[name]
+        rows = VocabRows(vocab, self.layout.vocab_multiple).padded // self.layout.tensor
+        start, stop = (min(row, vocab) for row in (self.at.tensor * rows, (self.at.tensor + 1) * rows))
+        pieces = (Piece(name, 0, start, stop),) if start < stop else ()
+        self.params.append(ParamPlan(self.chunk, param, (rows, width), pieces))
 
     def attention(self, at: str, to: str) -> None:
         hf, tensor = self.hf, self.layout.tensor
@@ -204,17 +226,16 @@ def rank_plan(hf: HFConfig, layout: Layout, at: Coordinate) -> tuple[ParamPlan, 
         build = _Builder(hf, layout, at, chunk)
         first = at.pipeline == 0 and chunk == 0
         last = at.pipeline == layout.pipeline - 1 and chunk == layout.virtual - 1
-        embedding = build.share("model.embed_tokens.weight", 0, layout.tensor, at.tensor)
         if first:
-            build.add("embedding.word_embeddings.weight", embedding)
+            build.vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight")
         for local, index in enumerate(chunk_layers(hf, layout, at.pipeline, chunk)):
             build.layer(index, local)
         if last:
             build.whole("decoder.final_layernorm.weight", "model.norm.weight")
             if not hf.tie_word_embeddings:
-                build.add("output_layer.weight", build.share("lm_head.weight", 0, layout.tensor, at.tensor))
-            elif not first:
-                build.add("output_layer.weight", embedding)  # the last stage keeps a copy of the tied embedding
+                build.vocabulary("output_layer.weight", "lm_head.weight")
+            elif not first:  # the last stage keeps a copy of the tied embedding
+                build.vocabulary("output_layer.weight", "model.embed_tokens.weight")
         params.extend(build.params)
     return tuple(params)
 

@@ -52,6 +52,7 @@ def place_of(chunks: Sequence[GPTModel]) -> tuple[Layout, Coordinate]:
         expert=config.expert_model_parallel_size,
         expert_tensor=config.expert_tensor_parallel_size or 1,
         spec="local" if config.transformer_impl == "local" else "te",
+        vocab_multiple=chunks[0].vocab_rows.multiple,
     )
     return layout, Coordinate(groups.tp.rank(), groups.pp.rank(), groups.ep.rank(), groups.expt_tp.rank())
 
@@ -96,6 +97,7 @@ def load_tensors(chunks: Sequence[GPTModel], hf: HFConfig, reader: TensorReader)
             for piece in assemble(param, reader.read):
                 parameter[row : row + piece.size(0)].copy_(piece)
                 row += piece.size(0)
+            parameter[row:].zero_()  # padding of the vocabulary
 
 
 Gather = Callable[[str, list[tuple[Piece, torch.Tensor]]], list[tuple[Piece, torch.Tensor]]]

@@ -2,9 +2,11 @@
 
 Load, over the tokens n_e of each expert of a layer (CV, peak and cold as in the MiMo-V2.6 report): ``CV = std(n) /
 mean(n)``, ``peak = max(n) / mean(n)``, ``cold = share of experts below a tenth of the mean``; ``entropy`` of ``n /
-sum(n)`` over its maximum log E. Structure (arXiv 2610.07332 as summarised by third parties, from choices instead of
-probabilities): the Jaccard index of the experts of adjacent sampled tokens, and the mutual information in nats of
-experts and operations over turns, as ``moe.routing_losses`` defines it.
+sum(n)`` over its maximum log E. The forward of training is counted, and so is the last sampled token of a trajectory,
+which no engine ran: its experts are the trainer's choice, also where a record is replayed. Structure (arXiv 2610.07332
+as summarised by third parties, from choices instead of probabilities): the Jaccard index of the experts of adjacent
+sampled tokens, and the mutual information in nats of experts and operations over turns, as ``moe.routing_losses``
+defines it.
 
 Invariants (``tests/moe/test_load.py``):
 

@@ -1,7 +1,7 @@
 """A router policy with a routing loss of one's own: ``term`` and ``loss`` are left to write.
 
 Invariants (``tests/moe/test_contract.py``): what is not said counts every token that the policy loss trains, each for
-itself, measures and keeps nothing, is always open and reports nothing. A router that does not learn is refused.
+itself, measures and keeps nothing, has no gate and reports nothing. A router that does not learn is refused.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class PlainRoutingLoss(TrainedRouter, ABC):
     detach_input: bool = True
     error_every: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.error_every < 0:
-            raise ValueError(f"error_every={self.error_every}: a number of steps, or 0 for never")
+    def problems(self) -> list[str]:
+        wrong = [f"error_every={self.error_every}: a number of steps, or 0 for never"] if self.error_every < 0 else []
+        return super().problems() + wrong
 
     def apply(self, chunks: Sequence[torch.nn.Module]) -> None:
         super().apply(chunks)
@@ -51,9 +50,6 @@ class PlainRoutingLoss(TrainedRouter, ABC):
 
     def keep(self, view: RouterView) -> torch.Tensor | None:
         return None
-
-    def is_open(self, opened: BatchStatistics) -> bool:
-        return True
 
     @abstractmethod
     def term(self, opened: BatchStatistics, counts: Counts) -> Any: ...

@@ -20,6 +20,11 @@ from typing import Any
 
 import torch
 
+from megatron_ext.config.errors import ConfigError
+from megatron_ext.trajectory.record import Field
+
+MEASURED_FIELDS = (Field.THINKING, Field.TOOL_USE)  # in which operations show, where a policy does not say others
+
 
 def router_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors (weights and expert biases) of every router."""
@@ -69,12 +74,26 @@ class TrainedRouter:
     label: str = "op"
 
     def __post_init__(self) -> None:
+        if found := self.problems():
+            raise ConfigError(found)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the arguments, a line each; a subclass adds its own."""
         if not 0 <= self.bias_update_rate < float("inf"):
-            raise ValueError(f"bias_update_rate={self.bias_update_rate}: must be finite and at least 0")
+            return [f"bias_update_rate={self.bias_update_rate}: must be finite and at least 0"]
+        return []
 
     @property
     def learns(self) -> bool:
         return True
+
+    @property
+    def in_warm_start(self) -> bool:
+        return False
+
+    @property
+    def measured_fields(self) -> Sequence[Field]:
+        return MEASURED_FIELDS
 
     @property
     def reads_labels(self) -> frozenset[str]:
@@ -113,6 +132,10 @@ class FrozenRouter:
     @property
     def learns(self) -> bool:
         return False
+
+    @property
+    def measured_fields(self) -> Sequence[Field]:
+        return MEASURED_FIELDS
 
     @property
     def reads_labels(self) -> frozenset[str]:

@@ -8,7 +8,8 @@ it, and added up over micro-batches and ranks. The loss of an optimizer step hol
 1. ``tokens``: the tokens that count, each with a cell and a share, from the record alone.
 2. Scoring, every layer and micro-batch: ``measure`` adds to sums of ``sizes``; ``keep`` says what each token must find
    again in the update (the router's distribution then, say).
-3. Once a step: ``is_open`` is the gate, ``term`` makes of statistics and counts what the loss of that step needs.
+3. Once a step: ``is_open`` of a gated one says whether it acts, ``term`` makes of statistics and counts what the loss
+   of that step needs.
 4. Update, every layer and micro-batch: ``loss`` of the tokens here. It is attached as Megatron attaches its own
    auxiliary losses, so that micro-batches, data-parallel and pipeline ranks need no thought.
 5. ``metrics`` of what was measured, and now and then ``metrics_after``, measured once more under the updated weights.
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.moe.statistics import TokenStructure
     from megatron_ext.moe.view import BatchStatistics, Counts, RouterView
-    from megatron_ext.trajectory.record import TrajectoryBatch
+    from megatron_ext.trajectory.record import Field, TrajectoryBatch
 
 
 class RouterPolicy(Protocol):
@@ -39,15 +40,23 @@ class RouterPolicy(Protocol):
 
     ``config_overrides`` are fields of Megatron's ``TransformerConfig`` that the policy fixes (auxiliary losses, expert
     bias updates); ``apply`` may set ``requires_grad``; ``check`` asserts after each optimizer step what was promised.
-    ``learns``: some router does. ``label`` is the turn label whose operations the metric ``moe/op_mi`` tells apart;
-    ``reads_labels`` those of the record without which the policy's loss does nothing.
+    ``learns``: some router does. ``in_warm_start``: the policy acts in the supervised warm start too, which runs with
+    the default one otherwise. ``label`` is the turn label whose operations the metric ``moe/op_mi`` tells apart, in the
+    tokens of ``measured_fields``, each by itself; ``reads_labels`` those of the record without which the policy's loss
+    does nothing.
     """
 
     @property
     def learns(self) -> bool: ...
 
     @property
+    def in_warm_start(self) -> bool: ...
+
+    @property
     def label(self) -> str: ...
+
+    @property
+    def measured_fields(self) -> Sequence[Field]: ...
 
     @property
     def reads_labels(self) -> frozenset[str]: ...
@@ -70,6 +79,15 @@ class LabelRoom(Protocol):
     @property
     def label_room(self) -> Mapping[str, tuple[str, int]]:
         """Label -> the policy's argument that says how many, and how many."""
+        ...
+
+
+@runtime_checkable
+class Gated(Protocol):
+    """A routing loss that acts only sometimes; one without a gate always does, and nothing is said of one."""
+
+    def is_open(self, opened: BatchStatistics) -> bool:
+        """The gate: whether the loss acts on this batch."""
         ...
 
 
@@ -104,10 +122,6 @@ class RoutingLossPolicy(RouterPolicy, Protocol):
     def keep(self, view: RouterView) -> torch.Tensor | None:
         """What ``loss`` finds as ``view.kept``: fp32 [m, K] of the view's tokens, or None. It costs 4 K bytes a token
         and layer of the rank's batch."""
-        ...
-
-    def is_open(self, opened: BatchStatistics) -> bool:
-        """The gate: whether the loss acts on this batch."""
         ...
 
     def term(self, opened: BatchStatistics, counts: Counts) -> Any:

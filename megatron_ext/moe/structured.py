@@ -68,7 +68,10 @@ class StructuredRouter(PlainRoutingLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = []
+        object.__setattr__(self, "fields", tuple(self.fields))
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
         for name in ("mutual_information", "consistency"):
             if not 0 <= getattr(self, name) < float("inf"):
                 problems.append(f"{name}={getattr(self, name)}: a coefficient is finite and at least 0")
@@ -76,15 +79,18 @@ class StructuredRouter(PlainRoutingLoss):
             problems.append(f"threshold={self.threshold}: a Jaccard distance is from 0 to 1")
         if self.pull not in tuple(Pull):
             problems.append(f"pull={self.pull}: one of {', '.join(Pull)}")
+        if self.pull == Pull.SELECTIVE and self.consistency > 0 and self.threshold == 0:
+            problems.append("threshold=0: no distance is below it, so that no pair is pulled; raise it or set pull=off")
         if self.operations < 1:
             problems.append(f"operations={self.operations}: needs 1 or more")
         unknown = [name for name in self.fields if name not in _FIELDS]
         if unknown or not self.fields or len(set(self.fields)) < len(self.fields):
             problems.append(f"fields={list(self.fields)}: different ones of {', '.join(_FIELDS)}")
-        if problems:
-            raise ValueError("; ".join(problems))
-        object.__setattr__(self, "fields", tuple(self.fields))
-        _ = self.gate
+        try:
+            _ = self.gate
+        except ValueError as error:
+            problems.append(str(error))
+        return problems
 
     @property
     def reads_labels(self) -> frozenset[str]:

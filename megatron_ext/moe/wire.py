@@ -85,12 +85,15 @@ def smallest(experts: int) -> np.dtype[Any]:
     raise WireError(f"{experts} experts are more than 32 bits number")
 
 
-def decode(text: str | bytes | None, model: RoutedModel, *, tokens: int, name: str = "request") -> Recording:
+def decode(
+    text: str | bytes | None, model: RoutedModel, *, tokens: int, name: str = "request", moe_alone: bool = False
+) -> Recording:
     """What SGLang sent for a request of ``tokens`` prompt and completion tokens.
 
-    A row of negative ids stands for a token whose experts the engine did not keep; it is not valid, and whoever trains
-    on it decides (``rollout.replay_missing``). Raises ``WireError``, its line opening with ``name``, also where nothing
-    was sent (None).
+    ``moe_alone``: the engine leaves dense layers out. It must be said: of a model with both, the columns of all layers
+    of a few tokens are as many as those of the MoE layers of more. A row of negative ids stands for a token whose
+    experts the engine did not keep; it is not valid, and whoever trains on it decides (``rollout.replay_missing``).
+    Raises ``WireError``, its line opening with ``name``, also where nothing was sent (None).
     """
     if text is None:
         raise WireError(
@@ -101,28 +104,25 @@ def decode(text: str | bytes | None, model: RoutedModel, *, tokens: int, name: s
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise WireError(f"{name}: routed experts are not base64: {error}") from error
-    return from_int32(_array(raw, model, tokens, name), model, name)
+    return from_int32(_array(raw, model, tokens, name, moe_alone), model, name)
 
 
-def _array(raw: bytes, model: RoutedModel, tokens: int, name: str) -> NDArray[np.int32]:
+def _array(raw: bytes, model: RoutedModel, tokens: int, name: str, moe_alone: bool) -> NDArray[np.int32]:
     """int32 [tokens - 1, L, k]: MoE layers only."""
     if tokens < 1:
         raise WireError(f"{name}: routed experts of {tokens} tokens")
-    everything, held = len(model.moe_pattern), model.layers
+    sent = model.layers if moe_alone else len(model.moe_pattern)
     row = model.top_k * WIRE_DTYPE.itemsize
-    found = [layers for layers in dict.fromkeys((everything, held)) if len(raw) == (tokens - 1) * layers * row]
-    if not found:
+    if len(raw) != (tokens - 1) * sent * row:
         ids, rest = divmod(len(raw), row)
-        layers = f"{everything} layers" if everything == held else f"{everything} layers (or its {held} of experts)"
+        other = (tokens - 1) * model.layers * row == len(raw)
         raise WireError(
             f"{name}: routed experts are {len(raw)} bytes, {ids} times {model.top_k} ids"
             f"{f' and {rest} bytes' if rest else ''}; expected {tokens - 1} tokens (prompt + completion - 1) of "
-            f"{layers}"
+            f"{sent} layers{'; pass moe_alone=True if the engine leaves dense layers out' if other else ''}"
         )
-    values = np.frombuffer(raw, dtype=WIRE_DTYPE).reshape(tokens - 1, found[0], model.top_k)
-    if found[0] == everything and everything != held:
-        values = values[:, np.array(model.moe_pattern)]
-    return values
+    values = np.frombuffer(raw, dtype=WIRE_DTYPE).reshape(tokens - 1, sent, model.top_k)
+    return values if moe_alone else values[:, np.array(model.moe_pattern)]
 
 
 def from_int32(values: NDArray[np.integer[Any]], model: RoutedModel, name: str = "request") -> Recording:

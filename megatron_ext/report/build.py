@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_ext.report import chart_sections, compare
 from megatron_ext.report.chart_sections import ChartSection
+from megatron_ext.report.experts import common_reach
 from megatron_ext.report.run_data import RunData
 from megatron_ext.report.run_page import RunPage, run_page
 from megatron_ext.report.samples import Limits
@@ -40,10 +41,11 @@ def build_page(runs: Sequence[RunData], recipes: Path | None, limits: Limits, no
     groups = compare.group_runs(runs) if several else []
     note = chart_sections.compared_note(groups) if several else chart_sections.single_note(runs[0])
     sections = chart_sections.compared(groups) if several else chart_sections.single(runs[0])
+    reach = common_reach([run.routing for run in runs if run.routing is not None])
     return Page(
         title=f"{len(runs)} runs" if several else runs[0].name,
         written=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-        runs=tuple(run_page(run, recipes, limits) for run in runs),
+        runs=tuple(run_page(run, recipes, limits, reach) for run in runs),
         sections=tuple(sections),
         groups=tuple(groups),
         rows=tuple(compare.rows(groups)),

@@ -19,7 +19,7 @@ from megatron_ext.moe.structured import StructuredRouter
 from megatron_ext.report.charts import HOLE, PARTS, PHASES, SECTIONS, Section, Spec, hint, members, others
 from megatron_ext.report.compare import Group
 from megatron_ext.report.heat import heat_plot
-from megatron_ext.report.numbers import number
+from megatron_ext.report.numbers import counted, number
 from megatron_ext.report.plot import POINTS, Line, Plot, line_plot, stack_plot
 from megatron_ext.report.run_data import RunData
 from megatron_ext.report.series import Curve, Series, band, smooth, thin
@@ -81,7 +81,8 @@ def _chart(run: RunData, spec: Spec) -> Plot | None:
         lines.sort(key=lambda line: -float(line.curve.mid.sum()))
         return stack_plot(spec.title, lines, note=note, resumes=run.resumes)
     if spec.rows and len(lines) > 1:
-        return heat_plot(spec.title, lines, note=f"{spec.rows}, a row a layer", better=lookup(named[0][0]).better)
+        better = lookup(named[0][0]).better
+        return heat_plot(spec.title, lines, note=f"{spec.rows}, a row a layer", better=better, ends=spec.ends)
     levels = _levels(run, spec)
     return line_plot(spec.title, lines, note=note, log=spec.log, share=spec.share, levels=levels, resumes=run.resumes)
 
@@ -144,10 +145,10 @@ def _overlay(groups: Sequence[Group], name: str, title: str, spec: Spec) -> Plot
             continue
         faint = [thin(s, POINTS) for s in series]
         curve, faint = (band(series, POINTS), faint) if len(series) > 1 else (faint[0], [])
-        said = f"{hint(name)}; {len(series)} run{'s' * (len(series) > 1)}"
+        said = f"{hint(name)}; {counted(len(series), 'run')}"
         lines.append(Line(group.label, curve, number_, said, faint, key=f"g{number_}"))
-    everywhere = [_levels(run, spec) for group in groups for run in group.runs]
-    levels = everywhere[0] if all(found == everywhere[0] for found in everywhere) else ()
+    everywhere = [_levels(run, spec) for group in groups for run in group.runs if name in run.series]
+    levels = everywhere[0] if everywhere and all(found == everywhere[0] for found in everywhere) else ()
     return line_plot(title, lines, note=_unit(name), log=spec.log, share=spec.share, levels=levels)
 
 

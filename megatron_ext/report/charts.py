@@ -1,7 +1,7 @@
 """Which charts the report has, in order, and the series of each.
 
 Invariant (``tests/report/test_charts.py``): every metric named here is in the table of names, and every metric that a
-run logged is shown, in its chart or among the others.
+run logged is shown, in its chart or among the others; but for ``TWICE``, which another chart tells better.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class Spec:
     the legend; ``intervals`` names the (low, high) metrics around one of them. ``log`` allows a logarithmic axis where
     the values span decades; ``share`` fixes the axis to 0 to 1; ``levels`` names arguments of the router policy that
     are drawn as dashed lines, each with what it says; ``rows`` says what a family over layers shows, which is drawn as
-    a heat map with a row a layer. ``<...>`` in a label stands for what a name's family leaves open."""
+    a heat map with a row a layer, ``ends`` the lowest and highest value of its scale, which values beyond stretch.
+    ``<...>`` in a label stands for what a name's family leaves open."""
 
     title: str
     metrics: Mapping[str, str]
@@ -28,6 +29,7 @@ class Spec:
     intervals: Mapping[str, tuple[str, str]] | None = None
     levels: Mapping[str, str] | None = None
     rows: str = ""
+    ends: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,13 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "Policy",
         (
-            Spec("Entropy", {"policy/entropy": "full vocabulary", "rollout/entropy": "-log p of sampled tokens"}),
+            Spec(
+                "Entropy",
+                {
+                    "policy/entropy": "full vocabulary, in the update",
+                    "rollout/entropy": "-log p of sampled tokens, in the rollout",
+                },
+            ),
             Spec("Divergence (KL)", {"policy/kl_old": "from the old policy", "policy/kl_ref": "from the reference"}),
             Spec(
                 "Clip fraction",
@@ -103,14 +111,12 @@ SECTIONS: tuple[Section, ...] = (
                 "Imbalance of the load", {"moe/load_cv": "coefficient of variation", "moe/load_peak": "busiest expert"}
             ),
             Spec("Cold experts", {"moe/cold_fraction": "less than a tenth of the mean"}),
-            Spec("Evenness of the load", {"moe/load_entropy": "entropy over its maximum"}),
             *(
-                Spec(title, {f"moe/layer/<layer>/{name}": ""}, rows=note)
-                for title, name, note in (
-                    ("Imbalance of each layer", "load_cv", "variation of the tokens per expert"),
-                    ("Busiest expert of each layer", "load_peak", "over the mean"),
-                    ("Cold experts of each layer", "cold_fraction", "share below a tenth of the mean"),
-                    ("Evenness of each layer", "load_entropy", "entropy over its maximum"),
+                Spec(title, {f"moe/layer/<layer>/{name}": ""}, rows=note, ends=ends)
+                for title, name, note, ends in (
+                    ("Imbalance of each layer", "load_cv", "variation of the tokens per expert", (0.0, 1.0)),
+                    ("Busiest expert of each layer", "load_peak", "over the mean", (1.0, 3.0)),
+                    ("Cold experts of each layer", "cold_fraction", "share below a tenth of the mean", (0.0, 0.5)),
                 )
             ),
         ),
@@ -130,7 +136,7 @@ SECTIONS: tuple[Section, ...] = (
             Spec("Training and rollout", {"moe/disagreement": "tokens routed otherwise, mean over layers"}),
             Spec(
                 "Entropy at the gate",
-                {"moe/gate_entropy": "of the policy"},
+                {"moe/gate_entropy": "of the policy before the update"},
                 levels={"entropy_low": "open from", "entropy_high": "open up to"},
             ),
             Spec("Gate of the routing losses", {"moe/gate": "1 open, 0 closed"}, share=True),
@@ -139,11 +145,11 @@ SECTIONS: tuple[Section, ...] = (
             Spec("How far routers have moved", {"moe/router_change": "since RL started, over their norm"}),
             Spec("Missed by the linearisation", {"moe/mi_linear_error": "mutual information (nats)"}),
             *(
-                Spec(title, {f"moe/layer/<layer>/{name}": ""}, rows=note)
-                for title, name, note in (
-                    ("Token to token in each layer", "token_jaccard", "Jaccard index"),
-                    ("Operations in each layer", "op_mi", "mutual information in nats"),
-                    ("Training and rollout in each layer", "disagreement", "share of tokens"),
+                Spec(title, {f"moe/layer/<layer>/{name}": ""}, rows=note, ends=ends)
+                for title, name, note, ends in (
+                    ("Token to token in each layer", "token_jaccard", "Jaccard index", (0.0, 0.0)),
+                    ("Operations in each layer", "op_mi", "mutual information in nats", (0.0, 0.0)),
+                    ("Training and rollout in each layer", "disagreement", "share of tokens", (0.0, 0.1)),
                 )
             ),
         ),
@@ -194,6 +200,9 @@ SECTIONS: tuple[Section, ...] = (
 # Shown elsewhere: the held-out evaluations stand in the header.
 _HEADER = re.compile(r"eval/(before|after)/.*")
 HOLE = re.compile(r"<\w+>")
+# The entropy of a load is its coefficient of variation once more (1 - CV^2 / (2 log experts) near an even load), and
+# hardly moves where that does: a layer's is drawn nowhere, the mean over layers among the others.
+TWICE = re.compile(r"moe/layer/\d+/load_entropy")
 
 
 def members(metric: str, logged: Iterable[str]) -> list[str]:
@@ -211,7 +220,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def others(logged: Sequence[str]) -> list[str]:
-    """Logged metrics that no chart of ``SECTIONS`` shows."""
+    """Logged metrics that no chart of ``SECTIONS`` shows, and none tells better."""
     shown: set[str] = set()
     for section in SECTIONS:
         for spec in section.charts:
@@ -219,7 +228,7 @@ def others(logged: Sequence[str]) -> list[str]:
                 shown.update(members(metric, logged))
             for pair in (spec.intervals or {}).values():
                 shown.update(pair)
-    return sorted(n for n in logged if n not in shown and not _HEADER.fullmatch(n))
+    return sorted(n for n in logged if n not in shown and not _HEADER.fullmatch(n) and not TWICE.fullmatch(n))
 
 
 def hint(name: str) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 from megatron_ext.config.compose import ConfigError, compose
 from megatron_ext.config.saved import as_tree
 from megatron_ext.config.schema import Config
+from megatron_ext.report.places import ends, without_machine
 from megatron_ext.report.run_data import RunData
 from megatron_ext.report.series import t_interval
 from megatron_ext.training.evaluation import Interval, mean_interval
@@ -80,7 +81,12 @@ def changes(config: Config, recipes: Path | None) -> tuple[str, tuple[Change, ..
             said = f"the defaults of the schema (recipe={config.recipe} is no longer there)"
     before, now = flat(base), flat(config)
     keys = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and not k.startswith("recipe")]
-    return said, tuple(Change(k, before.get(k, "–"), now.get(k, "–")) for k in keys)
+    return said, tuple(_change(k, before.get(k, "–"), now.get(k, "–")) for k in keys)
+
+
+def _change(key: str, base: str, value: str) -> Change:
+    there, here = without_machine(base), without_machine(value)
+    return Change(key, there, here if here != there else f"{here} in another folder")
 
 
 # -- groups ---------------------------------------------------------------------------------------------------------
@@ -107,7 +113,7 @@ def group_runs(runs: Sequence[RunData]) -> list[Group]:
         members.setdefault(tuple(config.get(key, "–") for key in differing), []).append(run)
     labels = _distinct([_label(differing, values, found) for values, found in members.items()], list(members.values()))
     return [
-        Group(label, dict(zip(differing, values, strict=True)), tuple(found))
+        Group(label, dict(zip(differing, map(without_machine, values), strict=True)), tuple(found))
         for label, (values, found) in zip(labels, members.items(), strict=True)
     ]
 
@@ -119,7 +125,7 @@ def _label(keys: Sequence[str], values: Sequence[str], runs: Sequence[RunData]) 
     recipe = dict(zip(keys, values, strict=True)).get("recipe")
     said = [f"recipe={recipe}"] if recipe else []
     if len(pairs) <= FEW:
-        said += [f"{key}={value}" for key, value in pairs]
+        said += [f"{key}={without_machine(value)}" for key, value in pairs]
     elif not recipe:
         said.append(_names(runs))
     return ", ".join(said) or "all runs"
@@ -135,7 +141,7 @@ def _distinct(labels: Sequence[str], members: Sequence[Sequence[RunData]]) -> li
     """Labels that several groups share, told apart by the names of the runs, and by their folders where those are the
     same."""
     found = list(labels)
-    for more in ([_names(runs) for runs in members], [str(runs[0].path) for runs in members]):
+    for more in ([_names(runs) for runs in members], ends([runs[0].path for runs in members])):
         again = {label for label in found if found.count(label) > 1}
         found = [f"{label} ({add})" if label in again else label for label, add in zip(found, more, strict=True)]
     return found

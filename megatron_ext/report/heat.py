@@ -3,8 +3,9 @@
 Invariants (``tests/report/test_heat.py`` asserts each):
 
 1. Every cell is finite and inside the plot, whatever the values.
-2. The darkest cell is the worst where the metric has a better direction, the largest where it has none; the scale says
-   which.
+2. Darker is worse where the metric has a better direction, larger where it has none; the scale says which. It begins at
+   the metric's own light end and reaches at least to its dark one, so that small differences stay small; values beyond
+   stretch it.
 3. Ticks stand below steps that were logged.
 """
 
@@ -27,20 +28,21 @@ def heat_plot(
     *,
     note: str = "",
     better: str = NEITHER,
+    ends: tuple[float, float] = (0.0, 0.0),
     columns: int = 80,
     cells: int = 1600,
 ) -> Plot:
     """A row a line, a column a stretch of steps; for many lines of one unit, such as layers. Darker is worse where
-    ``better`` is a direction, else larger. Many rows leave fewer columns than ``columns``, so that there are about
+    ``better`` is a direction, else larger; ``ends`` are the lowest and highest value of the scale, which values beyond
+    them stretch. Many rows leave fewer columns than ``columns``, so that there are about
     ``cells`` at most."""
     columns = max(1, min(columns, cells // max(len(rows), 1)))
     first, last = span([row.curve for row in rows])
     x_axis = step_axis(first, last + 1)
     count = max(1, min(columns, int(last - first) + 1))
     edges = np.linspace(x_axis.low, x_axis.high, count + 1)
-    top = max((float(row.curve.mid.max(initial=0.0)) for row in rows), default=0.0)
-    low = min((float(row.curve.mid.min(initial=top)) for row in rows), default=0.0)
-    low = low if low > 0.5 * top and low < top else 0.0  # what is never near 0 would be one colour
+    top = max((float(row.curve.mid.max(initial=ends[1])) for row in rows), default=ends[1])
+    low = min((float(row.curve.mid.min(initial=ends[0])) for row in rows), default=ends[0])
     height = (BOTTOM - TOP) / max(len(rows), 1)
     worst_low = better == HIGHER
     drawn = []
@@ -56,10 +58,12 @@ def heat_plot(
             drawn.append(
                 (round(x, 1), round(TOP + index * height, 1), round(end - x, 1), round(height, 1), shade, text)
             )
+    said = f"darker is {'more' if better == NEITHER else 'worse'}"
     every = max(1, math.ceil(len(rows) / 12))
     ticks = [Tick(TOP + (i + 0.5) * height, row.label) for i, row in enumerate(rows) if i % every == 0]
-    ends = (number(top), number(low)) if worst_low else (number(low), number(top))
-    same = f"{number(top)} everywhere" if drawn and low == top else ""
+    light, dark = (number(top), number(low)) if worst_low else (number(low), number(top))
+    values = np.concatenate([row.curve.mid for row in rows] or [np.zeros(0)])
+    same = f"{number(float(values[0]))} everywhere" if drawn and values.min() == values.max() else ""
     return Plot(
         title=title,
         note=", ".join(n for n in (note, same) if n),
@@ -67,7 +71,7 @@ def heat_plot(
         x_ticks=_ticks(x_axis, rows),
         y_ticks=tuple(ticks),
         cells=tuple(drawn),
-        scale=None if same or not drawn else Scale(*ends, f"darker is {'more' if better == NEITHER else 'worse'}"),
+        scale=None if same or not drawn else Scale(light, dark, said),
     )
 
 

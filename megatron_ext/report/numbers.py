@@ -3,7 +3,8 @@
 Invariants (``tests/report/test_numbers.py`` asserts each):
 
 1. Any number has a text: none and NaN a dash, infinities their sign; large ones are shortened by k, M and G.
-2. A sign is written only where one was asked for, and 0 has none but in a difference of shares.
+2. What is counted is one of them, or several.
+3. A sign is written only where one was asked for, and 0 has none but in a difference of shares.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ def number(value: float | None, digits: int = 4) -> str:
     if size and size < 1e-3:
         return f"{value:.{digits - 2}g}"
     return f"{value:.{digits}g}"
+
+
+def counted(count: int | str, one: str, several: str = "") -> str:
+    """``1 step``, ``2 steps``; ``several`` where it is not ``one`` with an s. What is no whole number comes as text."""
+    return f"{count} {one if str(count) == '1' else several or f'{one}s'}"
 
 
 def signed(value: float) -> str:

@@ -5,7 +5,8 @@ Invariants (``tests/report/test_plot.py`` asserts each):
 1. Every coordinate is finite and inside the plot, whatever the values (constant, huge, one point, none, NaN).
 2. What the pointer shows (``data``) are the values that are drawn, as JSON numbers or null.
 3. A stack adds up: each area begins where the one below it ends.
-4. A level far from the curves is not drawn, and a resume shades the steps that it undid.
+4. A level far from the curves, or on the axis, is told in the note and not drawn; a resume shades the steps that it
+   undid.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron_ext.report.series import Curve
 POINTS = 400
 DOTS = 40  # a line of fewer points also shows them
 COLOURS = 8
+ON_AXIS = 5  # pixels: a level closer to the step axis would hide in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +69,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Level:
-    """A dashed line across the plot."""
+    """A dashed line across the plot at ``y``, its text at ``text_y``."""
 
     y: float
     text: str
+    text_y: float
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,8 @@ def line_plot(
     levels: Sequence[tuple[float, str]] = (),
     resumes: Sequence[Resume] = (),
 ) -> Plot:
-    """Curves over steps. ``levels`` (value, text) are lines across; one so far from the curves that they would be flat
-    beside it is left out."""
+    """Curves over steps. ``levels`` (value, text) are lines across, from low to high; one so far from the curves that
+    they would be flat beside it, or on the axis, stands in the note."""
     curves = [c for line in lines for c in (line.curve, *line.thin)]
     x_axis = step_axis(*span(curves))
     # Bands may be far wider than what they surround (an interval over three seeds): they do not stretch the axis.
@@ -132,6 +135,9 @@ def line_plot(
     values = values[np.isfinite(values)]
     near = [(value, text) for value, text in levels if _near(value, values)]
     y_axis = value_axis(np.append(values, [value for value, _ in near]), log=log, share=share)
+    across = _levels(y_axis, near)
+    told = {level.text for level in across}
+    untold = [text for value, text in levels if math.isfinite(value) and text not in told]
     drawn = []
     for index, line in enumerate(lines):
         curve = line.curve
@@ -152,7 +158,7 @@ def line_plot(
             )
         )
     bad = sum(line.bad_count for line in drawn)
-    notes = [note, "log scale" if y_axis.log else "", f"× {bad} not finite" if bad else ""]
+    notes = [note, *untold, "log scale" if y_axis.log else "", f"× {bad} not finite" if bad else ""]
     return Plot(
         title=title,
         note=", ".join(n for n in notes if n),
@@ -160,7 +166,7 @@ def line_plot(
         x_ticks=x_axis.drawn_steps(),
         y_ticks=y_axis.drawn_ticks(),
         marks=_marks(resumes, x_axis),
-        levels=tuple(Level(y_axis.pixel(value), text) for value, text in near),
+        levels=across,
         data=_data(x_axis, drawn, lines),
     )
 
@@ -209,6 +215,18 @@ def _near(level: float, values: NDArray[np.float64]) -> bool:
     low, high = float(values.min()), float(values.max())
     reach = max(high - low, abs(low), abs(high))
     return low - reach <= level <= high + reach
+
+
+def _levels(axis: Axis, levels: Sequence[tuple[float, str]]) -> tuple[Level, ...]:
+    """Those that do not lie on the step axis; of several the lowest has its text below its line, the others above."""
+    found: list[Level] = []
+    for value, text in levels:
+        y = axis.pixel(value)
+        if BOTTOM - y < ON_AXIS:
+            continue
+        below = bool(len(levels) > 1 and not found and y < BOTTOM - 16) or y < TOP + 14
+        found.append(Level(y, text, y + 12 if below else y - 4))
+    return tuple(found)
 
 
 def _marks(resumes: Sequence[Resume], axis: Axis) -> tuple[Mark, ...]:

@@ -5,6 +5,7 @@ Invariants (``tests/report/test_render.py`` asserts each):
 1. Text of runs (generated tokens, names, values) is always escaped, and the page's policy lets only its own script run
    and loads nothing.
 2. The file appears whole or not at all.
+3. The page says nothing of where on a machine its runs lie.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron_ext.report.build import Page, build_page
-from megatron_ext.report.numbers import number, points, signed
+from megatron_ext.report.numbers import counted, number, points, signed
 from megatron_ext.report.run_data import ReportError, read_run
 from megatron_ext.report.samples import Limits
 
@@ -37,7 +38,8 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    environment.filters |= {"number": number, "signed": signed, "points": points, "visible": visible}
+    environment.filters |= {"number": number, "signed": signed, "points": points}
+    environment.filters |= {"counted": counted, "visible": visible}
     style, script = ((_PAGE / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"

@@ -8,7 +8,6 @@ Invariants (``tests/report/test_run_page.py`` asserts each):
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +22,8 @@ from megatron_ext.moe.describe import routers_line
 from megatron_ext.report.charts import ONCE
 from megatron_ext.report.compare import Change, changes
 from megatron_ext.report.experts import ExpertMap, expert_map
-from megatron_ext.report.numbers import number, points
+from megatron_ext.report.numbers import counted, number, points
+from megatron_ext.report.places import command_line, place
 from megatron_ext.report.run_data import RunData
 from megatron_ext.report.samples import Limits, Step, show_step, spread
 from megatron_ext.report.text import run_tokenizer
@@ -64,8 +64,9 @@ class RunPage:
     experts: ExpertMap | None
 
 
-def run_page(run: RunData, recipes: Path | None, limits: Limits) -> RunPage:
-    """The texts and tables of a run. ``recipes`` holds the presets that its configuration is compared with."""
+def run_page(run: RunData, recipes: Path | None, limits: Limits, reach: float) -> RunPage:
+    """The texts and tables of a run. ``recipes`` holds the presets that its configuration is compared with; ``reach``
+    is the scale of its map of experts (``experts.common_reach``)."""
     status, state = _status(run)
     base, changed = changes(run.config, recipes)
     success = [_success(label, result) for label, result in (("before", run.before), ("after", run.after)) if result]
@@ -77,7 +78,7 @@ def run_page(run: RunData, recipes: Path | None, limits: Limits) -> RunPage:
         versions += [("Python", provenance["python"]), ("platform", provenance["platform"])]
     return RunPage(
         name=run.name,
-        path=str(run.path),
+        path=place(run.path),
         status=status,
         state=state,
         facts=tuple(_facts(run)),
@@ -86,10 +87,10 @@ def run_page(run: RunData, recipes: Path | None, limits: Limits) -> RunPage:
         base=base,
         changes=changed,
         versions=tuple(versions),
-        command=shlex.join(provenance.get("command", [])),
+        command=command_line(provenance.get("command", [])),
         samples=tuple(show_step(read_step(run.path, step), tokenizer, limits) for step in kept),
         samples_note=_samples_note(run),
-        experts=None if run.routing is None else expert_map(run.routing),
+        experts=None if run.routing is None else expert_map(run.routing, reach),
     )
 
 
@@ -109,7 +110,7 @@ def _success(label: str, result: EvalResult) -> Success:
 def _status(run: RunData) -> tuple[str, str]:
     total = run.config.run.steps
     if run.finished:
-        return f"finished: {run.steps} steps" if run.steps else "finished without a step", "done"
+        return f"finished: {counted(run.steps, 'step')}" if run.steps else "finished without a step", "done"
     written = run.path / FILE_NAME
     at = f"step {run.steps} of {total}" if run.steps else f"no step of {total} yet"
     if run.result and run.result["interrupted"] and int(run.result["steps"]) >= run.steps:
@@ -140,8 +141,9 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
         ("Parallelism", _parallelism(run)),
         (
             "Batch",
-            f"{batch.tasks_per_step} tasks × {batch.trajectories_per_task} trajectories a step, "
-            f"{batch.optimizer_steps_per_batch} optimizer step{'s' * (batch.optimizer_steps_per_batch > 1)}",
+            f"{counted(batch.tasks_per_step, 'task')} × "
+            f"{counted(batch.trajectories_per_task, 'trajectory', 'trajectories')} a step, "
+            f"{counted(batch.optimizer_steps_per_batch, 'optimizer step')}",
         ),
         ("Environment", _class_of(config.environments.get(environment, {}), environment)),
         ("Harness", _class_of(config.harness, "")),
@@ -153,10 +155,11 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     if config.control.permute_rewards:
         facts.append(("Control", "rewards permuted over the step: what it gains is not learned from them"))
     if warm := run.warm_start:
+        passes = counted(f"{warm['epochs']:.2g}", "pass", "passes")
         facts.append(
             (
                 "Warm start",
-                f"{warm['steps']} steps, {warm['epochs']:.2g} passes, loss {number(warm['loss'])}, "
+                f"{counted(warm['steps'], 'step')}, {passes}, loss {number(warm['loss'])}, "
                 f"dev success {points(warm['dev_success'])} %",
             )
         )

@@ -8,7 +8,8 @@ Invariants (``tests/tracking/test_contract.py`` and ``test_console.py`` assert e
    and no control codes. A model with experts has a second line a step, of what its routers did.
 3. The remaining time is the mean duration of the steps seen since the start, times the steps that are left.
 4. What went wrong in a step without ending the run is one more line, a warning.
-5. A step that trained nothing says so in its line, with how its groups came out.
+5. A step that trained nothing says so in its line, with how its groups came out; one whose groups were all generated
+   before a resume has no speed of a rollout, and says where they come from.
 6. What is said of a phase that goes on (a name of several words) is a line of its own, and the phase goes on.
 """
 
@@ -32,7 +33,7 @@ FIGURES = (
     ("rollout/tokens_per_s", "rollout tok/s", "{:.0f}"),
     ("train/tokens_per_s", "train tok/s", "{:.0f}"),
     ("progress/tokens_per_s", "tok/s", "{:.0f}"),
-    ("policy/entropy", "entropy", "{:.3f}"),
+    ("policy/entropy", "entropy in the update", "{:.3f}"),
     ("train/grad_norm", "grad", "{:.2f}"),
     ("warm_start/loss", "loss", "{:.3f}"),
     ("warm_start/success", "success", "{:.3f}"),
@@ -52,6 +53,7 @@ EXPERTS = (
 )
 GATE, GATE_ENTROPY = "moe/gate", "moe/gate_entropy"
 KEPT = "filter/groups_kept"
+SAMPLED, SPEED = "rollout/tokens", "rollout/tokens_per_s"
 # Why a group was not kept: metric, how to say it.
 DROPPED = (
     ("filter/groups_all_failure", "always failed"),
@@ -84,11 +86,22 @@ def nothing_trained(metrics: Mapping[str, float]) -> list[str]:
     return ["no group kept, nothing trained" + (f" ({', '.join(why)})" if why else "")]
 
 
+def of_step(metrics: Mapping[str, float]) -> list[str]:
+    """The figures of a step's first line."""
+    figures = []
+    for name, label, shape in FIGURES:
+        if name in metrics:
+            figures.append(f"{label} {shape.format(metrics[name])}")
+        elif name == SPEED and metrics.get(SAMPLED):
+            figures.append("rollout from the store")
+    return figures
+
+
 def of_experts(metrics: Mapping[str, float]) -> list[str]:
     """The figures of a step's second line; empty where nothing was routed."""
     figures = [f"{label} {shape.format(metrics[name])}" for name, label, shape in EXPERTS if name in metrics]
     if GATE in metrics:
-        entropy = f" at entropy {metrics[GATE_ENTROPY]:.3f}" if GATE_ENTROPY in metrics else ""
+        entropy = f" at entropy {metrics[GATE_ENTROPY]:.3f} before the update" if GATE_ENTROPY in metrics else ""
         figures.append(f"gate {'open' if metrics[GATE] else 'closed'}{entropy}")
     return figures
 
@@ -164,7 +177,7 @@ class ConsoleTracker:
             self._quiet_until = self._clock() + self._gap
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        figures = [f"{label} {shape.format(metrics[name])}" for name, label, shape in FIGURES if name in metrics]
+        figures = of_step(metrics)
         figures += [
             f"{name.split('/')[1]} {name.split('/')[2]} {value:.3f}"
             for name, value in metrics.items()

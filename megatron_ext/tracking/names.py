@@ -55,7 +55,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("judge/seconds", SECONDS, "wait of a played trajectory for its judge, mean", LOWER),
     Metric("judge/label/<name>/<label>", SHARE, "judged turns with one label, of those labelled under that name"),
     # Rollout.
-    Metric("rollout/tokens_per_s", SPEED, "generated tokens per second of the rollout phase", HIGHER),
+    Metric(
+        "rollout/tokens_per_s",
+        SPEED,
+        "generated tokens per second of the rollout phase; none in a step whose groups were all generated before a "
+        "resume",
+        HIGHER,
+    ),
     Metric("rollout/trajectories", COUNT, "trajectories finished for this step"),
     Metric("rollout/tokens", COUNT, "tokens generated for this step"),
     Metric("rollout/turns_mean", COUNT, "model turns of a trajectory, mean"),
@@ -129,7 +135,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/kl_old", NATS, "divergence of the old policy from the current one (k3)"),
     Metric("policy/kl_ref", NATS, "divergence of the current policy from the reference"),
     Metric("policy/kl_ref_clamped", SHARE, "tokens whose log-ratio to the reference was clamped", LOWER),
-    Metric("policy/entropy", NATS, "full-vocabulary entropy of the trained tokens"),
+    Metric(
+        "policy/entropy",
+        NATS,
+        "full-vocabulary entropy of the trained tokens in the update, mean over its optimizer steps, each under the "
+        "weights that it begins with",
+    ),
     Metric("policy/nll", NATS, "negative log-likelihood of a trained token", LOWER),
     # Credit.
     Metric("credit/advantage_mean", "advantage", "mean advantage of the trained tokens"),
@@ -184,7 +195,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/layer/<layer>/disagreement", SHARE, "tokens whose experts of one layer differ from rollout's", LOWER),
     # Routing losses, under the weights that opened the batch.
     Metric("moe/gate", SHARE, "1 while the policy's entropy lets routing losses act, else 0"),
-    Metric("moe/gate_entropy", NATS, "entropy that the gate looks at: of the policy, mean over trained tokens"),
+    Metric(
+        "moe/gate_entropy",
+        NATS,
+        "entropy that the gate looks at: of the policy before the update, under the weights that scored the batch, "
+        "mean over trained tokens; policy/entropy is that of the update's own forwards",
+    ),
     Metric(
         "moe/turn_mi", NATS, "mutual information of router probabilities and operations, the turn loss is its negative"
     ),

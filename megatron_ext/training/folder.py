@@ -22,9 +22,11 @@ from megatron_ext.config.saved import as_tree, load_resolved, save_resolved
 from megatron_ext.config.schema import Config
 
 # What may differ when a run goes on: how long, how often to save or look, how to show it, machine settings, and the
-# layout, since any layout reads the checkpoint of any other.
+# layout (with the padding by which tensor-parallel ranks share a vocabulary), since any layout reads the checkpoint of
+# any other.
 MAY_CHANGE = (
     "parallel",
+    "model.vocab_multiple",
     "run.steps",
     "run.max_minutes",
     "run.threads",
@@ -134,14 +136,23 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix.removesuffix("."): tree}
 
 
+def _of_other_targets(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where plug points stand whose ``_target_`` changed: their other arguments have nothing to do with each other."""
+    named = [key.removesuffix("._target_") for key in before.keys() | after.keys() if key.endswith("._target_")]
+    return tuple(at for at in named if before.get(f"{at}._target_", _ABSENT) != after.get(f"{at}._target_", _ABSENT))
+
+
 def differing(old: Config, new: Config, but: Sequence[str]) -> list[str]:
-    """Keys whose values differ, each with both; without those in or under one of ``but``."""
+    """Keys whose values differ, each with both; without those in or under one of ``but``. Of a plug point that is
+    another one now, ``_target_`` alone."""
     before, after = _flatten(as_tree(old)), _flatten(as_tree(new))
+    others = _of_other_targets(before, after)
     return [
         f"{key} ({before.get(key, 'absent')} there, {after.get(key, 'absent')} now)"
         for key in sorted(before.keys() | after.keys())
         if before.get(key, _ABSENT) != after.get(key, _ABSENT)
         and not any(key == k or key.startswith(f"{k}.") for k in but)
+        and not any(key == at or (key.startswith(f"{at}.") and key != f"{at}._target_") for at in others)
     ]
 
 

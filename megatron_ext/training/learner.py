@@ -241,9 +241,17 @@ class Learner:
     def routing_metrics(self, batch: TrajectoryBatch, scores: TokenScores) -> dict[str, float]:
         """What the step's routers chose; the log keeps the load of every expert."""
         layers = [layer for layer, moe in enumerate(self.hf.moe_pattern) if moe]
-        replayed, label = self.config.rollout.replay_routing, self.trainer.router.label
-        experts = self.hf.num_experts
-        sums = step_routing(batch, scores, experts, layers, label=label, replayed=replayed, gather=self.gather)
+        router = self.trainer.router
+        sums = step_routing(
+            batch,
+            scores,
+            self.hf.num_experts,
+            layers,
+            label=router.label,
+            fields=router.measured_fields,
+            replayed=self.config.rollout.replay_routing,
+            gather=self.gather,
+        )
         if sums is None:
             return {}
         if self.routing_log is not None:

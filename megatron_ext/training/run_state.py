@@ -254,9 +254,12 @@ class Run(Learner):
 
     def settle_saves(self, *, wait: bool = False) -> list[Saved]:
         """Notes the saves that ended: one that failed costs a line of warning, one that stands frees the tokens of the
-        steps it covers."""
+        steps it covers. Of the last step's ``finish_saving`` tells, as what ends the run."""
         ended = self.saver.settle(wait=wait)
+        ends = self.step if wait or self.step >= self.steps_total else None
         for saved in ended if self.lead is not None else ():
+            if saved.error and saved.step == ends:
+                continue
             if saved.error:
                 print(f"warning: {saved.error}", file=sys.stderr, flush=True)
             else:

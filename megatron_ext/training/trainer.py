@@ -32,7 +32,7 @@ from megatron_ext.losses.protocol import LossInputs, LossTerm
 from megatron_ext.losses.total import needs_entropy_grad, total_loss
 from megatron_ext.models import cpu_platform
 from megatron_ext.models.flops import Passes, Work
-from megatron_ext.models.forward import Routing, moe_layers, packed_logits, unwrap
+from megatron_ext.models.forward import Routing, moe_layers, packed_logits, unwrap, vocab_of
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.policies import check_auxiliary_losses
 from megatron_ext.moe.protocol import RouterPolicy
@@ -44,6 +44,7 @@ from megatron_ext.training.measures.throughput import micro_work
 from megatron_ext.training.microbatch import MicroBatch
 from megatron_ext.training.ranks.lockstep import check_count
 from megatron_ext.training.ranks.replica import add_over, experts_by_token, whole_metrics, whole_routing
+from megatron_ext.training.routing.filler import leave_out_filler
 from megatron_ext.training.scoring.scores import TokenScores
 
 LOSS = "train/loss"
@@ -107,6 +108,7 @@ class Trainer:
         self.router = router
         self._schedule = get_forward_backward_func()
         self._sum_over_ranks = reduce_from_tensor_model_parallel_region
+        self.vocab = vocab_of(self.chunks[0])
         self._moe_layers = moe_layers(self.chunks[0])
         self.tap = RouterTap(self.chunks)
         self._auxiliary = unwrap(self.chunks[0]).config.moe_aux_loss_coeff if self._moe_layers else 0.0
@@ -158,6 +160,7 @@ class Trainer:
                 mb.target,
                 temperature=self.temperature,
                 group=self.context.tensor_group,
+                vocab_size=self.vocab,
                 need_entropy_grad=entropy_grad,
             )
         if mb.held is None:
@@ -198,7 +201,8 @@ class Trainer:
         biases = [r.expert_bias for _, r in self.tap.routers() if r.enable_expert_bias and not r.frozen_expert_bias]
         unmoved = [bias.clone() for bias in biases]
         loss_fn = partial(self._update_loss, inputs=inputs, terms=terms, scale=scale)
-        with recording(self.tap) if keep_scores and record_experts else nullcontext() as routing:
+        evened = self.tap.listening(leave_out_filler) if biases or self._auxiliary else nullcontext()
+        with evened, recording(self.tap) if keep_scores and record_experts else nullcontext() as routing:
             replies = self.run(micro, loss_fn, forward_only=False)
         sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for _, reply in replies:

@@ -166,6 +166,13 @@ def test_all_problems_come_at_once(tree: Path) -> None:
     assert "write a list as [a,b]" in text and "environments: needs a map" in text
 
 
+def test_presets_are_not_for_the_command_line(tree: Path) -> None:
+    (line,) = problems(tree, "recipe=alpha", "defaults=[/base/frozen_router,mine]")
+    assert line.startswith("defaults=[/base/frozen_router,mine]: presets are listed in a recipe's YAML file")
+    assert "each key that base/frozen_router.yaml, mine.yaml sets" in line and "'model.router={_target_: " in line
+    assert "that base/cpu.yaml sets" in problems(tree, "recipe=alpha", "defaults=/base/cpu")[0]
+
+
 def test_overrides_are_judged_even_without_a_recipe(tree: Path) -> None:
     lines = problems(tree, "recipe=alhpa", "run.stepss=3")
     assert lines[0] == "recipe=alhpa: no such recipe; nearest: alpha"

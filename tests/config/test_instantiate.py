@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from megatron_ext.config.errors import ConfigError
 from megatron_ext.config.instantiate import InstantiateError, import_target, instantiate, ordered
 
 
@@ -18,6 +19,7 @@ from megatron_ext.config.instantiate import InstantiateError, import_target, ins
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "plug_xyz.py").write_text(
         "from dataclasses import dataclass\n"
+        "from megatron_ext.config.errors import ConfigError\n"
         "@dataclass(frozen=True)\n"
         "class Clip:\n"
         "    tasks: list\n"
@@ -31,6 +33,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "def loose(**options): return options\n"
         "def fails(x=1): raise TypeError('its own')\n"
         "def refuses(x=1): raise ValueError('x is too\\nlow')\n"
+        "def several(x=1): raise ConfigError(['x is too low', 'y is missing'])\n"
         "NUMBER = 3\n"
     )
     (tmp_path / "needs_xyz.py").write_text("import not_there_xyz\n")
@@ -47,6 +50,14 @@ def test_keys_reach_the_target(plugin: str) -> None:
     assert (made.tasks, made.clip_low, made.inner) == ([1], 1, {"_target_": "x", "y": [1]})
     assert instantiate({"_target_": f"{plugin}.loose", "a": 1}, b=2) == {"a": 1, "b": 2}
     assert instantiate({"_target_": f"{plugin}.Clip.tight"}).clip_low == 0.01
+
+
+def test_each_problem_of_several_is_a_line(plugin: str) -> None:  # invariant 2
+    with pytest.raises(ConfigError) as caught:
+        instantiate({"_target_": f"{plugin}.several"}, where="rewards.a")
+    assert caught.value.problems == tuple(
+        f"rewards.a: {plugin}.several: {text}" for text in ("x is too low", "y is missing")
+    )
 
 
 def test_omegaconf_becomes_plain(plugin: str) -> None:

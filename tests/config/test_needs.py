@@ -118,6 +118,19 @@ def test_more_operations_than_there_is_room_for_are_refused_once_it_is_built() -
     needs.check_started(config(model__router={"_target_": "megatron_ext.moe.policies.FrozenRouter"}), words, tools, ())
 
 
+def test_environments_are_asked_only_where_something_reads_what_they_alone_know() -> None:  # invariant 2
+    for environment, overrides, asked in (
+        (ERRANDS, {}, (False, False)),
+        (ERRANDS, {"model__router": {"_target_": "megatron_ext.moe.policies.FrozenRouter"}}, (False, False)),
+        (ERRANDS, {"model__router": STRUCTURED}, (True, False)),
+        (ERRANDS, {"model__router": STRUCTURED | {"mutual_information": 0.0}}, (True, False)),  # it may have no room
+        (RELAY, {"model__router": STRUCTURED}, (False, False)),
+        (ERRANDS, {"credit__edits": ROLES}, (True, False)),
+        (RELAY, {"credit__edits": ANSWERS}, (False, True)),
+    ):
+        assert needs.asks_environment(config(environments={"game": environment}, **overrides)) == asked, overrides
+
+
 # -- prepared ids --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "harness", [{"_target_": "megatron_ext.harness.text.TextHarness"}, TOOLS | {"answer_tool": None}]

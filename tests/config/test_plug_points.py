@@ -47,7 +47,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
             "warm_start__enabled": True,
             "warm_start__aux_loss_coefficient": 0.01,
         },
-        ["warm_start.aux_loss_coefficient=0.01: model.router.in_warm_start=true keeps the auxiliary loss off"],
+        ["warm_start.aux_loss_coefficient=0.01: the router policy", "FrozenRouter acts in the warm start too"],
     ),
     (
         {"model__router": {"_target_": f"{HERE}.ClosedRouter"}, "model__aux_loss_coefficient": 0.01},
@@ -96,6 +96,16 @@ def test_every_plug_point_that_refuses_is_named() -> None:
     )
     found = list(plug_points.problems(config(loss__terms=terms, rewards=rewards)))
     assert len(found) == 6 and sum(line.startswith("loss.terms.") for line in found) == 3
+
+
+def test_a_plug_point_says_all_that_it_refuses() -> None:  # invariant 1
+    wrong = {"threshold": 1.5, "entropy_low": 0.5, "consistency": -1.0, "pull": "some", "operations": 0}
+    wrong |= {"bias_update_rate": -1.0, "error_every": -2}
+    target = "megatron_ext.moe.structured.StructuredRouter"
+    found = list(plug_points.problems(config(model__router={"_target_": target, **wrong})))
+    assert len(found) == len(wrong) and all(line.startswith(f"model.router: {target}: ") for line in found)
+    for name, value in wrong.items():
+        assert sum(f"{name}={value}" in line for line in found) == 1, name
 
 
 def test_a_judge_is_checked_and_not_asked() -> None:

@@ -50,7 +50,21 @@ SOME_OF_OTHERS: list[dict[str, Any]] = [  # of ranges and plug points, which hav
     {"credit__edits": {"a": {"_target_": f"{HERE}.ReadsAnswers"}}},
 ]
 BAD: list[tuple[dict[str, Any], int, list[str]]] = [
-    ({"parallel__tensor": 3, "parallel__sequence": True}, 3, ["8 attention heads", "4 key-value groups"]),
+    (
+        {"parallel__tensor": 3, "parallel__sequence": True},
+        3,
+        ["8 attention heads", "4 key-value groups", "set model.vocab_multiple=24"],
+    ),
+    (
+        {"parallel__tensor": 4, "parallel__sequence": True, "model__vocab_multiple": 2},
+        4,
+        ["model.vocab_multiple=2", "set model.vocab_multiple=4"],
+    ),
+    (
+        {"parallel__tensor": 4, "parallel__sequence": True, "model__vocab_multiple": 18, "model__weights": "folder"},
+        4,
+        ["vocabulary of 1024 up to 1026 rows", "set model.vocab_multiple=36"],
+    ),
     ({"parallel__tensor": 8, "parallel__sequence": True}, 8, ["4 key-value groups"]),
     ({"parallel__expert": 3}, 3, ["8 experts", "data-parallel ranks"]),
     ({"parallel__expert_tensor": 5}, 5, ["64 columns of an expert", "data-parallel ranks"]),

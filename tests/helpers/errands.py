@@ -174,3 +174,8 @@ class Relay:
         return [Task(f"relay/{split}/{i}", "relay", i, split) for i in range(start, start + count)]
 
     def close(self) -> None: ...
+
+
+class Unbuildable(Errands):
+    def __init__(self, words: int = 4) -> None:
+        raise RuntimeError("no errands today")

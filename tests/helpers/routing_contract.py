@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.models.parallel import ParallelContext
 from megatron_ext.moe.policies import TrainedRouter
-from megatron_ext.moe.protocol import RouterPolicy, routing_loss
+from megatron_ext.moe.protocol import Gated, RouterPolicy, routing_loss
 from megatron_ext.tracking.names import check
 from megatron_ext.training.microbatch import MicroBatch, build_microbatch
 from megatron_ext.training.routing.routing import RoutingLosses
@@ -91,7 +91,8 @@ def check_loss(make: Make, context: ParallelContext, batch: TrajectoryBatch) -> 
         assert metrics.keys() == said[0].keys()
         assert all(np.isclose(metrics[name], said[0][name], rtol=1e-4, atol=1e-7) for name in metrics)
     check(said[0])
-    assert all(np.isfinite(value) for value in said[0].values()) and said[0]["moe/gate"] == 1
+    assert all(np.isfinite(value) for value in said[0].values()) and said[0].get("moe/gate", 1) == 1
+    assert ("moe/gate" in said[0]) == ("moe/gate_entropy" in said[0]) == isinstance(policy, Gated)
 
     plain = make_trainer(context, name="sgd")
     steps(plain, batch, micro_of(batch, rows), random_inputs(batch))

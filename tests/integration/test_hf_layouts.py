@@ -1,4 +1,5 @@
-"""HF folders on real process groups: any layout loads the same model, and writes it back bit by bit.
+"""HF folders on real process groups: any layout loads the same model, and writes it back bit by bit. Their vocabularies
+are no multiple of anything, so that Megatron's rows are padded (``models/vocab.py``).
 
 HF and Megatron configurations that were never compared, so that a wrong conversion trained silently: slime 1059;
 expert-tensor shards lost on the way to the engine: slime 2280.
@@ -16,8 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from launch.benches._ranks import RankPool
+from megatron_ext.models.vocab import VocabRows
 from tests.helpers.hf_models import KINDS, saved_hf, token_logp
 from tests.helpers.hf_ranks import SEGMENTS, some_batch
+from tests.helpers.vocab_ranks import VOCAB, Found, Order, assert_same
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -91,3 +94,58 @@ def test_a_norm_over_all_heads_is_that_of_one_tensor(pool: RankPool, ranks: int)
 
 def test_the_checkpoint_tells_models_apart(reference: tuple[Path, list[np.ndarray]]) -> None:
     assert all(np.ptp(want) > 0.5 for want in reference[1]), "random weights, not a flat distribution"
+
+
+PADDED = "tests.helpers.vocab_ranks:over_ranks"
+TENSOR: dict[str, Any] = {"tensor": 2, "sequence": True}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def unpadded(request: pytest.FixtureRequest, pool: RankPool) -> tuple[bool, Found]:
+    """One rank without padding."""
+    (found,) = pool.call(PADDED, {}, Order(request.param, 1), world=1)
+    return request.param, found
+
+
+@pytest.mark.parametrize(
+    ("multiple", "parallel"),
+    [
+        (8, TENSOR),
+        (114, TENSOR | {"expert": 2}),
+        (226, TENSOR),  # all that the second rank holds is padding
+        (8, TENSOR | {"distributed_optimizer": True}),
+    ],
+)
+def test_padding_over_tensor_parallel_ranks_is_no_padding_on_one(
+    pool: RankPool, unpadded: tuple[bool, Found], multiple: int, parallel: dict[str, Any]
+) -> None:
+    """``models/vocab.py``, invariants 1 and 2."""
+    tied, one = unpadded
+    found = pool.call(PADDED, parallel, Order(tied, multiple), world=2)
+    assert_same(found, one)
+    for part in found:
+        assert part.rows == VocabRows(VOCAB, multiple).padded and part.padding == 0.0
+
+
+def test_padding_without_sequence_parallelism(pool: RankPool) -> None:
+    (one,) = pool.call(PADDED, {}, Order(False, 1, moe=False), world=1)
+    found = pool.call(PADDED, {"tensor": 2}, Order(False, 8, moe=False), world=2)
+    assert_same(found, one)
+    assert all(part.padding == 0.0 for part in found)
+
+
+def test_a_checkpoint_is_read_under_any_layout_and_padding(
+    pool: RankPool, unpadded: tuple[bool, Found], tmp_path: Path
+) -> None:
+    tied, _ = unpadded
+    pairs = [((8, {}), (8, TENSOR)), ((8, TENSOR), (8, {})), ((1, {}), (8, TENSOR)), ((226, TENSOR), (64, {}))]
+    for number, ((multiple, parallel), (other, into)) in enumerate(pairs):
+        folder = tmp_path / str(number)
+        sizes = [2 if layout else 1 for layout in (parallel, into)]
+        written = pool.call(PADDED, parallel, Order(tied, multiple, steps=1, save=folder), world=sizes[0])
+        read = pool.call(PADDED, into, Order(tied, other, steps=1, load=folder), world=sizes[1])
+        for key, values in written[0].after.items():
+            assert np.array_equal(read[0].before[key], values), f"{pairs[number]}: {key}"
+        assert all(part.padding == 0.0 for part in read)
+    (line,) = pool.call(PADDED, {}, Order(tied, 8, vocab=VOCAB + 1, load=tmp_path / "0"), world=1)
+    assert line.endswith("word_embeddings.weight has shape (113, 32), the model (114, 32)")

@@ -1,10 +1,12 @@
-"""Frozen routers in every layout: the same bits after several steps, while all else learns (``moe/policies.py``, 2)."""
+"""What moves routers besides the policy loss, in every layout: nothing where they are frozen (``moe/policies.py``, 2),
+and the load of the record's tokens where they are kept even (``training/routing/filler.py``)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from launch.benches._ranks import RankPool
@@ -59,3 +61,31 @@ def test_how_far_routers_moved_is_the_same_in_every_layout(pool: RankPool) -> No
     assert change > 0
     for name, changes in found.items():
         assert len(changes) == 1 and changes.pop() == pytest.approx(change, rel=1e-4), name
+
+
+EVENED = "tests.helpers.frozen_ranks:evened"
+
+
+@pytest.fixture(scope="module")
+def alone(pool: RankPool) -> dict[int, dict[str, Any]]:
+    """By the number of rows, on one rank with the micro-batches of two."""
+    return {rows: pool.call(EVENED, {}, rows, 100, world=1)[0] for rows in (1, 7)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"), [("dp2", 1), ("ep2", 1), ("vpp2", 1), ("dp2", 7), ("tp2 sp", 7), ("cp2", 7)]
+)
+def test_expert_biases_move_as_on_one_rank(
+    pool: RankPool, alone: dict[int, dict[str, Any]], layout: str, rows: int
+) -> None:
+    """``training/routing/filler.py``, 1. One row leaves a data-parallel rank, or half an interleaved pipeline, with
+    filler alone; the others are padded. Where no row is padded the load-balancing loss is the same too (2)."""
+    found = pool.call(EVENED, LAYOUTS[layout], rows, 100, world=2)
+    assert {name for rank in found for name in rank} == alone[rows].keys()
+    for name, value in alone[rows].items():
+        for rank in found:
+            if name in rank and "bias" in name:
+                assert np.array_equal(rank[name], value), name
+            elif name in rank and layout in ("dp2", "ep2"):
+                size = np.abs(value).max()
+                assert size > 1e-5 and np.abs(rank[name] - value).max() <= 1e-5 * size, name

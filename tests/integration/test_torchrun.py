@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ext.models.hf_config import load_hf_config
 from megatron_ext.rollout.coordinator import Coordinator, State
 from megatron_ext.rollout.journal import read
 from megatron_ext.tracking.jsonl import read_metrics
@@ -29,6 +30,7 @@ from tests.helpers.walk_recipe import write_recipes
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
+VOCAB = 291
 LAYOUTS = {
     "data": (4, ()),
     "tensor and sequence": (2, ("parallel.tensor=2", "parallel.sequence=true")),
@@ -36,8 +38,10 @@ LAYOUTS = {
     "tensor, expert and data": (4, ("parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2")),
 }
 # What must be taken over all ranks: scoring forwards for credit, whitening, two optimizer steps a batch, a mean of
-# means, a reference policy and samples; and three groups, so that of four data-parallel ranks one is home to none.
+# means, a reference policy and samples; three groups, so that of four data-parallel ranks one is home to none; and a
+# vocabulary that tensor-parallel ranks cannot share out without padding.
 JOB = (
+    f"tokenizer.vocab_size={VOCAB}",
     "batch.tasks_per_step=3",
     "batch.optimizer_steps_per_batch=2",
     "credit.edits.surprise={_target_: tests.helpers.asking_edit.Surprise, reference: reference, order: 1}",
@@ -101,6 +105,7 @@ def alone(jobs: Jobs) -> list[dict[str, float]]:
     status, out, err = jobs("alone", 1)
     assert status == 0, err
     assert json.loads(out.splitlines()[-1])["steps"] == 2
+    assert load_hf_config(jobs.folder / "alone" / "model_config.json").vocab == VOCAB
     return jobs.metrics("alone")
 
 

@@ -11,26 +11,11 @@ import torch
 from launch.benches import moe
 from launch.benches._moe_mismatch import Mismatch, played, pooled, stale
 from launch.benches._moe_overhead import CLOSED, EVERY_ROUND, OPEN, SOME_ROUNDS, changed_parameters, timed, ways
-from launch.benches._moe_setup import Size, World, groups_of, training_step, world
+from launch.benches._moe_setup import SMALL, World, groups_of, training_step, world
 from launch.measurement import Measurement
 from megatron_ext.trajectory.record import TrajectoryBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
-
-SMALL = Size(
-    demonstrations=128,
-    epochs=2.0,
-    tasks=4,
-    samples=4,
-    equal_tasks=2,
-    rounds=2,
-    other_rounds=1,
-    closed_steps=2,
-    stale_steps=3,
-    stale_tasks=2,
-    lag=1,
-    threads=1,
-)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +98,9 @@ def test_every_row_is_reported(made: World, in_bf16: tuple[TrajectoryBatch, Mism
     moe.report_costs(rows.append, made, SMALL, batch)
     moe.report_stale(rows.append, SMALL, [forced, forced], [0.0, 0.5])
     names = [row.name for row in rows]
-    assert len(names) == len(set(names))
+    assert len(names) == len(set(names)) and all(moe.ABOUT.knows(name) for name in names)
+    small = [moe.unclaimed(row) for row in rows]
+    assert all(row.bar is None and row.size.startswith("small, no claim: ") for row in small)
     for part, bar in (("replay_mismatch_reduction", 2.0), ("replay_overhead", 0.05), ("routing_loss_overhead", 0.1)):
         assert [row.bar for row in rows if part in row.name and row.bar is not None] == [bar]
     empty = Mismatch(found.live, found.replayed, np.zeros(len(found.live), dtype=bool), found.agreed)

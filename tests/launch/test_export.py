@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import export
 from megatron_ext.harness.template import load_codec
-from megatron_ext.models.forward import packed_logits
+from megatron_ext.models.forward import packed_logits, vocab_of
 from megatron_ext.training.run import RunResult
 from megatron_ext.training.saved_run import loaded_model, open_saved
 
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 def training_logits(run: Path, step: int, ids: torch.Tensor) -> torch.Tensor:
     """[T, V] of the checkpoint under the forward that training uses."""
     with loaded_model(open_saved(run, step)) as chunks, torch.no_grad():
-        return packed_logits(chunks[0], ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
+        logits = packed_logits(chunks[0], ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
+        return logits[:, : vocab_of(chunks[0])]
 
 
 def test_transformers_loads_it_with_the_same_logits_and_generates(

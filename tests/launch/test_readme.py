@@ -12,7 +12,7 @@ import pytest
 from launch import cli
 from launch.prepare import prepare
 from megatron_ext.environments.protocol import Demonstrator, Environment
-from megatron_ext.training.run import train
+from megatron_ext.training.run import RunResult, train
 
 DOCS = ("README.md", "docs/architecture.md")
 # Made by the reader, by following the README.
@@ -34,6 +34,21 @@ def example(root: Path) -> tuple[str, str]:
     return next(b for b in blocks(root, "python") if "class Repeat" in b), next(
         b for b in blocks(root, "yaml") if "Repeat" in b
     )
+
+
+def test_the_table_of_a_run_s_folder_names_what_is_in_it(root: Path, walk_run: RunResult) -> None:
+    text = (root / "README.md").read_text().partition("| in it | what |")[2].partition("\n\n")[0]
+    table = {Path(name).parts[0] for name in re.findall(r"`([\w./]+)`", text)}
+    found = {file.name for file in walk_run.run_dir.iterdir()} - {".lock"}
+    assert found <= table and {"routing.jsonl", "journal.jsonl"} <= found
+
+
+def test_what_freezes_routers_freezes_those_of_any_recipe(root: Path) -> None:
+    override = "model.router={_target_: megatron_ext.moe.policies.FrozenRouter}"
+    assert f"`'{override}'`" in (root / "README.md").read_text()
+    for recipe in ("quickstart", "moe_expert_structuring"):
+        config = prepare([f"recipe={recipe}", override])
+        assert config.model.router == {"_target_": "megatron_ext.moe.policies.FrozenRouter"}
 
 
 def test_every_command_is_there_and_every_override_is_right(
@@ -66,7 +81,8 @@ def test_every_path_that_is_named_exists(doc: str, root: Path) -> None:
     text = (root / doc).read_text()
     named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.(?:py|yaml|md|txt))?)`", text)
     named += re.findall(r"\]\(([^):]+)\)", text)
-    made = ("recipes/repeat/", "runs/", "wandb/", "store/", "logs/", "tokenizer/", "warm_start/", "evaluations/")
+    in_a_run = ("wandb/", "store/", "logs/", "tokenizer/", "warm_start/", "evaluations/", "profile/", "export/")
+    made = ("recipes/repeat/", "runs/", *in_a_run)
     assert named
     for path in named:
         if path.startswith(made):

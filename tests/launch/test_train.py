@@ -102,6 +102,7 @@ def test_weights_and_tokenizer_are_looked_at_before_anything_starts(tmp_path: Pa
     )
     (line,) = found(weights=weights, tokenizer=tmp_path / "280")
     assert "does not fit the HF config" in line and "vocab: 1024 and 300" in line
+    assert f"set model.hf_config={weights}/config.json" in line
     assert found(**right)[0].endswith("needs model.tokenizer, the folder of the tokenizer they know")
     (line,) = found(**right, tokenizer=tmp_path / "320")
     assert "more than the vocabulary of 300" in line

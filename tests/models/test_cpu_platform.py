@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ext.models import cpu_platform
 from megatron_ext.models.cpu_platform import CpuPlatformError, rewrite
+from megatron_ext.models.parallel import ParallelContext
 
 
 def test_inert_when_cuda_is_available() -> None:
@@ -22,6 +25,21 @@ def test_install_is_idempotent() -> None:
     before = list(sys.meta_path)
     assert cpu_platform.install() is True
     assert sys.meta_path == before
+
+
+def test_what_torch_says_of_the_collectives_that_megatron_calls_is_left_out(rank: ParallelContext) -> None:
+    one = torch.ones(2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        dist.all_gather_into_tensor(torch.empty(2), one)
+        dist.reduce_scatter_tensor(torch.empty(2), one)
+        assert len(said) == 2
+        cpu_platform.install()
+        dist.all_gather_into_tensor(torch.empty(2), one)
+        dist.reduce_scatter_tensor(torch.empty(2), one)
+        assert len(said) == 2
+        warnings.warn("`torch.distributed.reduce_op` is deprecated, please use another", FutureWarning, stacklevel=1)
+        assert len(said) == 3, "nothing else is"
 
 
 def test_refuses_after_a_plain_import(tmp_path: Path) -> None:

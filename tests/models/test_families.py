@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext.models.families import FAMILIES
+from megatron_ext.models.families import FAMILIES, REQUIRED
 from megatron_ext.models.flops import Work, forward_flops
 from megatron_ext.models.hf_compare import compare_model
 from megatron_ext.models.hf_config import HFConfig, HFConfigError, from_dict, load_hf_config
@@ -146,13 +146,36 @@ def test_round_trip_through_transformers(kind: str, tmp_path: Path) -> None:
     assert load_hf_config(tmp_path / "again") == hf
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_file_leaves_out_is_what_transformers_takes(name: str) -> None:
+    from transformers import AutoConfig
+
+    numbers = {key.name: 4 for key in FAMILIES[name].keys if key.default is REQUIRED and key.kind is int}
+    flags = {key.name: True for key in FAMILIES[name].keys if key.default is REQUIRED and key.kind is bool}
+    said = {**numbers, **flags, "model_type": name, "hidden_size": 64, "rope_theta": 10000.0}
+    ours, filled = from_dict(said), AutoConfig.for_model(**said).to_dict()
+    # Ids that say nothing about what is computed.
+    theirs = from_dict(filled | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None})
+    assert ours == theirs and ours.rms_eps == filled["rms_norm_eps"]
+
+
 @pytest.mark.parametrize(
     ("raw", "change", "message"),
     [
         (GLM_45_AIR, {"norm_topk_prob": False}, "weights are normalised"),
-        (GLM_45_AIR, {"num_experts_per_tok": 1}, "top_k >= 2"),
-        (GLM_45_AIR, {"n_group": 8, "topk_group": 3}, "twice the 3 chosen groups"),
-        (GLM_45_AIR, {"n_group": 3, "topk_group": 4}, "do not divide"),
+        (GLM_45_AIR, {"num_experts_per_tok": 1}, "num_experts_per_tok 1: .* needs 2 or more"),
+        (GLM_45_AIR, {"n_group": 8, "topk_group": 3}, "num_experts_per_tok 8 must be twice topk_group 3"),
+        (
+            *(GLM_45_AIR, {"n_group": 3, "topk_group": 4}),
+            "topk_group 4 is more than n_group 3; n_routed_experts 128 is not a multiple of n_group 3$",
+        ),
+        (GLM_45_AIR, {"n_group": 4, "topk_group": 5}, "HF config: topk_group 5 is more than n_group 4$"),
+        (GLM_45_AIR, {"topk_group": 2}, "topk_group 2 is more than n_group 1$"),
+        (GLM_45_AIR, {"n_group": 128, "topk_group": 4}, "n_group 128 leaves groups of one of n_routed_experts 128"),
+        (GLM_45_AIR, {"n_routed_experts": 8, "n_group": 8, "topk_group": 4}, "needs the two that it ranks by"),
+        (GLM_45_AIR, {"n_group": 0}, "n_group 0 must be >= 1"),
+        (GLM_45_AIR, {"first_k_dense_replace": 47}, r"first_k_dense_replace: layers \[46\] lie outside 0..45"),
+        (MINIMAX_M2, {"num_local_experts": 4}, "num_experts_per_tok 8 is more than num_local_experts 4"),
         (GLM_45_AIR, {"partial_rotary_factor": 0.3}, "no whole number"),
         (GLM_45_AIR, {"partial_rotary_factor": 1.5}, "must be one share"),
         (GLM_45_AIR, {"rope_parameters": {"rope_theta": 1000000, "partial_rotary_factor": 0.25}}, "must be one share"),

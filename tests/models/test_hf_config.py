@@ -63,11 +63,11 @@ def test_unsupported_and_missing_fields_are_one_error(moe: HFConfig) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"kv_heads": 3}, "multiple of kv_heads"),
-        ({"top_k": 9}, "top_k 9"),
+        ({"kv_heads": 3}, "multiple of num_key_value_heads 3"),
+        ({"top_k": 9}, "num_experts_per_tok 9 is more than num_experts 8"),
         ({"head_dim": 15}, "even"),
         ({"mlp_only_layers": (4,)}, "mlp_only_layers"),
-        ({"layers": 0}, "layers must be >= 1"),
+        ({"layers": 0}, "num_hidden_layers 0 must be >= 1"),
     ],
 )
 def test_inconsistent_sizes_are_refused(moe: HFConfig, change: dict[str, Any], text: str) -> None:

@@ -98,7 +98,9 @@ def test_a_field_that_no_shape_shows_is_named(moe: HFConfig, tmp_path: Path) -> 
     reader.check(replace(moe, eos_token_id=3, max_position_embeddings=7))
     with pytest.raises(WeightError, match="does not fit") as error:
         reader.check(replace(moe, top_k=3, rope_theta=5.0))
-    assert str(error.value).splitlines()[1:] == [
+    first, *lines = str(error.value).splitlines()
+    assert first.endswith(f"; set model.hf_config={(tmp_path / 'out' / 'config.json').resolve()}, which is its own:")
+    assert lines == [
         "rope_theta: 5.0 and 10000.0 in its config.json",
         "top_k: 3 and 2 in its config.json",
     ]

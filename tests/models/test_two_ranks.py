@@ -55,7 +55,8 @@ def _worker(rank: int, folder: str, hf: HFConfig) -> None:
     results: dict[str, Any] = {}
     for name, config in LAYOUTS.items():
         context = initialize(config, backend, seed=1)
-        chunk = build_model(hf, ModelConfig(hf_config="", max_context=64), config, backend, seed=11)[0]
+        model = ModelConfig(hf_config="", max_context=64)
+        chunk = build_model(hf, model, config, backend, seed=11)[0]
         rows = torch.arange(len(ids))
         if config.context > 1:
             starts = cu[:-1].tolist()
@@ -69,7 +70,7 @@ def _worker(rank: int, folder: str, hf: HFConfig) -> None:
         grads = {p.param: dict(chunk.named_parameters())[p.param].grad for p in rank_plan(hf, layout, at)}
         results[name] = {"rows": rows, "first": first, "logits": logits.detach(), "grads": grads, "at": at}
         shutdown(context)
-        assert layout == Layout.of(config)
+        assert layout == Layout.of(config, vocab_multiple=model.vocab_multiple)
     torch.save(results, f"{folder}/rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

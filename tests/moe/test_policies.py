@@ -257,3 +257,15 @@ def test_the_warm_start_trains_the_routers_that_rl_freezes(rank: ParallelContext
         learns(throughout, 0.01)
     assert warm_start_router(frozen) == {} == warm_start_router(config)
     assert warm_start_router(throughout) == throughout.model.router
+
+
+class ActsEverywhere(TrainedRouter):
+    in_warm_start = True
+
+
+def test_a_policy_says_whether_it_acts_in_the_warm_start() -> None:
+    for name, acts in (("ActsEverywhere", True), ("TrainedRouter", False)):
+        node = {"_target_": f"{__name__ if acts else 'megatron_ext.moe.policies'}.{name}", "label": "kind"}
+        model = ModelConfig(hf_config="", max_context=256, router=node)
+        config = Config(recipe="r", run=RunConfig(name="n"), model=model)
+        assert warm_start_router(config) == (node if acts else {})

@@ -337,6 +337,7 @@ def test_a_batch_without_operations_is_said_and_one_with_too_many_refused(contex
         ({"pull": "some"}, "one of selective, all, off"),
         ({"fields": ["thinking", "thinking"]}, "different ones of"),
         ({"fields": ["other"]}, "thinking, tool_use, text"),
+        ({"threshold": 0.0}, "threshold=0: no distance is below it"),
         ({"operations": 0}, "operations=0"),
         ({"entropy_low": 1.0}, "low <= high"),
     ],

@@ -88,6 +88,7 @@ def test_one_run_is_read_and_clicked(page: Page, tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_hangs_over_the_edge(page: Page, tmp_path: Path, width: int) -> None:
     runs = [make(tmp_path / f"r{seed}{rate}", seed, rate, "talk 7 " * 12) for seed in (1, 2) for rate in (0.9, 0.3)]
+    RoutingLog(runs[0]).write(1, loads([[5, 1, 0, 2]]))
     for path in (write_report(runs[:1]), write_report(runs, tmp_path / "all.html")):
         page.open(path, width=width)
         page.run("document.querySelectorAll('details').forEach((d) => { d.open = true; })")

@@ -67,11 +67,33 @@ def test_what_a_router_policy_did_is_in_the_charts(tmp_path: Path) -> None:
     plots = titled(single(read_run(run)))
     assert [line.label for line in plots["Loss"].lines] == ["loss terms together", "routing, token", "routing, turn"]
     gate = plots["Entropy at the gate"]
-    assert [level.text for level in gate.levels] == ["open from 0", "open up to 0.3"] and gate.note == "nats"
+    assert [level.text for level in gate.levels] == ["open up to 0.3"] and gate.note == "nats, open from 0"
     for title in ("Gate of the routing losses", "Token loss", "Tokens pulled together"):
         assert len(plots[title].lines) == 1 and plots[title].levels == ()
     html = write_report([run]).read_text()
-    assert html.count('class="level"') == 2 and "darker is worse" in html
+    assert html.count('class="level"') == 1 and "darker is worse" in html
+
+
+def test_routing_losses_without_a_gate_have_no_chart_of_one(tmp_path: Path) -> None:
+    metrics = [row | ({"moe/token_loss": 0.5, "moe/loss/token": 0.05} if row["step"] else {}) for row in rows(4)]
+    run = read_run(make_run(tmp_path / "run", metrics=metrics))
+    other = read_run(make_run(tmp_path / "other", made=config(tmp_path, "other", 2), metrics=metrics))
+    for sections in (single(run), compared(group_runs([run, other]))):
+        titles = [plot.title for section in sections for plot in section.plots]
+        assert any("Token loss" in title for title in titles) and not any("gate" in title.lower() for title in titles)
+        assert not any(plot.empty for section in sections for plot in section.plots)
+
+
+def test_a_gate_has_its_band_beside_runs_without_one(tmp_path: Path) -> None:
+    runs = []
+    for name in ("plain", "gated"):
+        made, metrics = config(tmp_path, name), rows(4)
+        if name == "gated":
+            made.model.router = {"_target_": "megatron_ext.moe.structured.StructuredRouter", "entropy_high": 0.3}
+            metrics = [row | ({"moe/gate_entropy": 0.25} if row["step"] else {}) for row in metrics]
+        runs.append(read_run(make_run(tmp_path / name, made=made, metrics=metrics)))
+    gate = titled(compared(group_runs(runs)))["Entropy at the gate"]
+    assert [level.text for level in gate.levels] == ["open up to 0.3"] and len(gate.lines) == 1
 
 
 def test_several_runs_are_a_line_a_group(tmp_path: Path) -> None:
@@ -79,7 +101,7 @@ def test_several_runs_are_a_line_a_group(tmp_path: Path) -> None:
     runs = [finished(tmp_path / f"{p}{s}", seed=s, rate=1 - s / 20, permuted=p, samples=False) for s, p in made]
     groups = group_runs([read_run(run) for run in runs])
     plots = titled(compared(groups))
-    entropy = plots["Entropy: full vocabulary"]
+    entropy = plots["Entropy: full vocabulary, in the update"]
     assert [line.label for line in entropy.lines] == [group.label for group in groups]
     assert [len(line.thin) for line in entropy.lines] == [3, 3] and all(line.band for line in entropy.lines)
     assert "Time of a step" in plots and not any(plot.cells for plot in plots.values())

@@ -46,6 +46,14 @@ def test_many_differences_are_told_by_the_names_of_the_runs(tmp_path: Path) -> N
     assert [group.label for group in group_runs(runs)] == ["a1, a2 and 1 more", "b"]
 
 
+def test_what_differs_in_its_place_alone_is_told() -> None:
+    made = prepare(["recipe=quickstart"])
+    made.model.hf_config = "/elsewhere/" + Path(made.model.hf_config).name
+    (change,) = changes(made, RECIPES)[1]
+    assert change.key == "model.hf_config" and change.base.startswith("…/")
+    assert change.value == f"{change.base} in another folder"
+
+
 def test_no_two_groups_have_the_same_label(tmp_path: Path) -> None:
     """Runs of one recipe with several overrides each, beside one of another recipe; and runs of the same name."""
     runs = [run(tmp_path, name, 1, 0.5, lr=lr, clip=clip) for name, lr, clip in (("a", 1, 0.1), ("b", 2, 0.3))]
@@ -57,7 +65,7 @@ def test_no_two_groups_have_the_same_label(tmp_path: Path) -> None:
         made.config.run.name = "same"
     runs[1].config.run.steps = 9
     labels = [group.label for group in group_runs([*runs, other])]
-    assert labels[2] == "recipe=run" and len(set(labels)) == 3 and str(runs[0].path) in labels[0]
+    assert labels[2] == "recipe=run" and labels[:2] == ["recipe=walk (same) (a)", "recipe=walk (same) (b)"]
 
 
 def test_rows_have_intervals_over_seeds_or_tasks(tmp_path: Path) -> None:

@@ -34,6 +34,19 @@ def test_a_heat_map_is_darkest_at_its_worst(better: str, darkest: int) -> None:
     assert ends == (("2.5", "0") if better == "higher" else ("0", "2.5"))
 
 
+def test_small_differences_stay_small_on_the_scale_of_the_metric() -> None:
+    """1.27 and 1.43 of a load that may be 3 times the mean; and what is beyond the scale stretches it."""
+    rows = [line([1.27, 1.3], "0"), line([1.43, 1.4], "1")]
+    plot = heat_plot("t", rows, better="lower", ends=(1.0, 3.0))
+    assert {shade for *_, shade, _ in plot.cells} <= {1, 2}
+    assert plot.scale is not None and (plot.scale.light, plot.scale.dark) == ("1", "3")
+    beyond = heat_plot("t", [*rows, line([4.0, 0.5], "2")], better="lower", ends=(1.0, 3.0))
+    assert beyond.scale is not None and (beyond.scale.light, beyond.scale.dark) == ("0.5", "4")
+    assert [shade for *_, shade, _ in beyond.cells[-2:]] == [9, 0]
+    same = heat_plot("t", [line([0.0, 0.0], "0")], better="lower", ends=(0.0, 0.5))
+    assert same.scale is None and same.note == "0 everywhere" and {shade for *_, shade, _ in same.cells} == {0}
+
+
 def test_ticks_of_a_heat_map_stand_below_steps_that_were_logged() -> None:
     plot = heat_plot("t", [line([1.0, 2.0, 3.0, 4.0], "0"), line([1.0] * 4, "1")])
     assert [tick.label for tick in plot.x_ticks] == ["1", "2", "3", "4"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.report.numbers import number, points, signed
+from megatron_ext.report.numbers import counted, number, points, signed
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,11 @@ from megatron_ext.report.numbers import number, points, signed
 )
 def test_numbers_as_people_write_them(value: float | None, text: str) -> None:
     assert number(value) == text
+
+
+def test_one_is_one() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert [counted(n, "pass", "passes") for n in ("1", "1.2")] == ["1 pass", "1.2 passes"]
 
 
 @given(st.floats())

@@ -8,6 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.report.axes import BOTTOM, TOP
 from megatron_ext.report.plot import line_plot, stack_plot
 from megatron_ext.report.run_data import Resume
 from tests.helpers.plots import VALUES, assert_inside, line
@@ -47,12 +48,22 @@ def test_a_stack_adds_up() -> None:
     assert [tick.label for tick in stack_plot("t", [line([1.0] * 8)]).x_ticks][-1] == "8", "not of a step to come"
 
 
-def test_a_level_near_the_curve_is_drawn_and_one_far_away_is_not() -> None:
-    plot = line_plot("t", [line([0.15, 0.17, 0.12])], levels=((0.0, "from"), (0.2, "to"), (100.0, "never")))
-    assert [level.text for level in plot.levels] == ["from", "to"]
+def test_a_level_near_the_curve_is_drawn_and_one_far_away_is_told() -> None:
+    plot = line_plot("t", [line([0.15, 0.17, 0.12])], levels=((0.1, "from"), (0.2, "to"), (100.0, "never")))
+    assert [level.text for level in plot.levels] == ["from", "to"] and plot.note == "never"
     ends = [float(y) for y in re.findall(r"\d+\.\d+ (\d+\.\d+)", plot.lines[0].path)]
-    assert plot.levels[1].y < min(ends) <= max(ends) < plot.levels[0].y, "inside the axis, around the curve"
+    low, high = plot.levels
+    assert high.y < min(ends) <= max(ends) < low.y, "inside the axis, around the curve"
+    assert high.text_y > TOP and low.text_y < BOTTOM and low.text_y - high.text_y > 12, "their texts apart"
     assert line_plot("t", [line([])], levels=((0.2, "to"),)).levels == ()
+
+
+def test_a_level_on_the_axis_is_told() -> None:
+    """As the lower end of a band of entropies at 0: drawn it would hide in the axis."""
+    plot = line_plot("t", [line([0.15, 0.17])], note="nats", levels=((0.0, "from 0"), (0.2, "to 0.2")))
+    assert [level.text for level in plot.levels] == ["to 0.2"] and plot.note == "nats, from 0"
+    both = line_plot("t", [line([0.15, 0.17])], note="nats", levels=((0.0, "from 0"), (100.0, "to 100")))
+    assert both.levels == () and both.note == "nats, from 0, to 100"
 
 
 def test_a_resume_shades_what_it_undid() -> None:

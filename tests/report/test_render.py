@@ -49,7 +49,7 @@ def test_huge_trajectories_are_folded(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", metrics=rows(3), kept=[kept_step(1, build([(single(turns),)]))])
     path = write_report([run], limits=Limits(turns=20, tokens=100))
     said = Tree(path.read_text()).said
-    assert "220 turns between are left out" in said and "… 2900 tokens …" in said and path.stat().st_size < 400_000
+    assert "220 turns between left out" in said and "… 2900 tokens …" in said and path.stat().st_size < 400_000
 
 
 def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
@@ -85,3 +85,22 @@ def test_where_a_report_goes(tmp_path: Path) -> None:
         write_report(runs, tmp_path / "file" / "out.html")
     assert write_report([*runs], tmp_path / "new" / "out.html").is_file()
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_nothing_is_said_of_the_machine(tmp_path: Path) -> None:  # invariant 3
+    """Neither where the runs lie, nor the interpreter, nor the folders that their configurations name."""
+    runs = []
+    for name in ("one/run", "two/run"):
+        made = config(tmp_path / name, "run")
+        made.model.weights = str(tmp_path / "weights" / name.split("/")[0])
+        made.warm_start.cache = str(tmp_path / "cache")
+        run = make_run(tmp_path / name, made=made, metrics=rows(3))
+        command = [str(tmp_path / "bin" / "python3"), "-m", "launch.train", f"run.root={tmp_path / 'runs'}"]
+        (run / "provenance.json").write_text(json.dumps({"command": command, "versions": {}, "git": None}))
+        runs.append(run)
+    for pages in (runs[:1], runs):
+        html = write_report(pages, tmp_path / "out.html").read_text()
+        assert str(tmp_path) not in html and str(tmp_path.parent) not in html
+        said = Tree(html).said
+        assert "python -m launch.train 'run.root=…/runs'" in said and "…/cache" in said and "…/one/run" in said
+    assert "…/two/run" in said and "model.weights=…/two" in said

@@ -70,7 +70,7 @@ def test_steps_that_trained_nothing_are_told(tmp_path: Path) -> None:
 
 
 def test_a_control_is_told(tmp_path: Path) -> None:
-    page = run_page(read_run(finished(tmp_path / "run", permuted=True)), None, Limits())
+    page = run_page(read_run(finished(tmp_path / "run", permuted=True)), None, Limits(), 2.0)
     assert dict(page.facts)["Control"].startswith("rewards permuted")
     assert [(one.label, one.tasks) for one in page.success] == [("before", 50), ("after", 50)]
     assert [kept.step for kept in page.samples] == [1, 10] and page.gain is not None
@@ -83,5 +83,5 @@ def test_a_router_policy_and_how_far_it_moved_are_facts(tmp_path: Path, root: Pa
     metrics = [row | ({"moe/router_change": 0.012} if row["step"] else {}) for row in rows(4)]
     run = make_run(tmp_path / "run", made=made, metrics=metrics)
     shutil.copy(root / "recipes/base/models/tiny_qwen3_moe/config.json", run / "model_config.json")
-    facts = dict(run_page(read_run(run), None, Limits()).facts)
+    facts = dict(run_page(read_run(run), None, Limits(), 2.0).facts)
     assert facts["Routers"] == "structured, replayed; moved by 0.012 of their norm since RL started"

@@ -105,6 +105,16 @@ def test_a_step_that_trained_nothing_says_so() -> None:  # invariant 5
     ]
 
 
+def test_groups_from_the_store_have_no_speed() -> None:  # invariant 5
+    stored = {"reward/mean": 0.5, "rollout/tokens": 640.0, "train/tokens_per_s": 78.0, "policy/entropy": 2.172}
+    line = "train tok/s 78  entropy in the update 2.172"
+    assert shown(stored, stored | {"rollout/tokens_per_s": 12.0}, {"rollout/tokens": 0.0, "reward/mean": 0.0}) == [
+        f"step 1/9  reward 0.500  rollout from the store  {line}",
+        f"step 2/9  reward 0.500  rollout tok/s 12  {line}",
+        "step 3/9  reward 0.000",
+    ]
+
+
 def test_experts_have_a_line_of_their_own() -> None:  # invariant 2
     load = {"moe/load_cv": 0.3, "moe/load_peak": 1.9, "moe/cold_fraction": 0.0, "moe/load_entropy": 0.97}
     more = {"moe/token_jaccard": 0.6, "moe/op_mi": 0.12, "moe/router_change": 0.0, "moe/layer/0/load_cv": 0.1}
@@ -113,8 +123,8 @@ def test_experts_have_a_line_of_their_own() -> None:  # invariant 2
     assert shown(load | {"reward/mean": 0.5}, load | more | gate, gate | {"moe/gate": 0.0}, {"reward/mean": 0.5}) == [
         "step 1/9  reward 0.500",
         f"step 1/9  {line}",
-        f"step 2/9  {line}  Jaccard 0.60  op MI 0.120  routers moved 0  gate open at entropy 0.170",
-        "step 3/9  experts:  gate closed at entropy 0.170",
+        f"step 2/9  {line}  Jaccard 0.60  op MI 0.120  routers moved 0  gate open at entropy 0.170 before the update",
+        "step 3/9  experts:  gate closed at entropy 0.170 before the update",
         "step 4/9  reward 0.500",
     ]
 

@@ -106,6 +106,20 @@ def test_differing_keys_are_named_with_both_values(tmp_path: Path) -> None:  # i
     assert message.count("now)") == 4 and "\n" not in message
 
 
+def test_another_plug_point_is_one_change(tmp_path: Path) -> None:  # invariant 2
+    opened(config(tmp_path))
+    other = config(tmp_path)
+    other.environments["game"] = {"_target_": "tests.helpers.plug_points.Other", "depth": 2}
+    other.model.router = {"_target_": "megatron_ext.moe.structured.StructuredRouter", "pull": "all"}
+    with pytest.raises(FolderError) as caught:
+        open_folder(other)
+    assert (
+        "configuration: environments.game._target_ (tests.helpers.plug_points.Anything there, "
+        "tests.helpers.plug_points.Other now); model.router._target_ (absent there, "
+        "megatron_ext.moe.structured.StructuredRouter now). Use the same values" in str(caught.value)
+    )
+
+
 def test_how_long_and_what_to_show_may_change(tmp_path: Path) -> None:  # invariant 2
     opened(config(tmp_path))
     later = config(tmp_path, steps=500, max_minutes=3.0, threads=7)

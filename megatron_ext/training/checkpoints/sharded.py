@@ -8,7 +8,8 @@ Invariants (``tests/training/test_checkpoint_layouts.py``):
 
 1. What one layout saves, any other loads: tensor, pipeline (interleaved too), expert, expert-tensor and data
    parallelism, distributed optimizer on or off. The run goes on along the same curve.
-2. A tensor that the model lacks, or that the checkpoint lacks, or of another shape, is one line that names it.
+2. A tensor that the model lacks, or that the checkpoint lacks, or of another shape, is one line that names it. Another
+   padding of the same vocabulary is no other shape (``tests/integration/test_hf_layouts.py``).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.models import cpu_platform
-from megatron_ext.models.forward import unwrap
+from megatron_ext.models.forward import unwrap, vocab_of
 from megatron_ext.moe.policies import router_parameters
-from megatron_ext.training.checkpoints.files import CheckpointError
+from megatron_ext.training.checkpoints.files import CheckpointError, read_mark
 
 cpu_platform.install()
 with cpu_platform.quiet_import():
@@ -98,7 +99,7 @@ def reference_state(
 def load_model(folder: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Writes a checkpoint's weights into the chunks, bare or wrapped, in whatever layout they are."""
     state = model_state(chunks)
-    check_keys(folder, state)
+    check_keys(folder, state, vocab_of(chunks[0]))
     loaded = _load(folder, state)
     for i, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{i}"], strict=True)
@@ -131,14 +132,18 @@ def load_router_start(folder: Path, chunks: Sequence[torch.nn.Module]) -> dict[s
     return dict(_load(folder, {"router_start": router_state(chunks, model_state(chunks), values)})["router_start"])
 
 
-def check_keys(folder: Path, model: State) -> None:
-    """Raises ``CheckpointError`` unless the checkpoint holds exactly the model's tensors, in their shapes."""
+def check_keys(folder: Path, model: State, vocab: int) -> None:
+    """Raises ``CheckpointError`` unless the checkpoint holds exactly the model's tensors, in their shapes. Of the rows
+    of a vocabulary the ids count: what follows is zero (``models.vocab``), and Megatron reads it as such.
+    """
     saved = {
         key: tuple(piece.global_shape)
         for key, piece in dist_checkpointing.load_tensors_metadata(str(folder)).items()
         if not key.startswith(("optimizer.", "reference.", "router_start."))
     }
-    own = {piece.key: tuple(piece.global_shape) for piece in _tensors(load_preprocess(model)[0])}
+    tensors = list(_tensors(load_preprocess(model)[0]))
+    own = {piece.key: tuple(piece.global_shape) for piece in tensors}
+    of_vocabulary = {piece.key for piece in tensors if piece.allow_shape_mismatch}
     every: list[set[str]] = [set(own)]
     if dist.get_world_size() > 1:
         every = [set()] * dist.get_world_size()
@@ -147,10 +152,14 @@ def check_keys(folder: Path, model: State) -> None:
         raise CheckpointError(f"{folder}: lacks {len(missing)} tensors of the model, first {missing[0]!r}")
     if extra := sorted(saved.keys() - set().union(*every)):
         raise CheckpointError(f"{folder}: has {len(extra)} tensors that the model lacks, first {extra[0]!r}")
+    mark = read_mark(folder)
     for key, shape in own.items():
-        # Megatron would let a vocabulary differ, since it may pad one by layout; here none is padded.
-        if saved[key] != shape:
-            raise CheckpointError(f"{folder}: {key} has shape {saved[key]}, the model {shape}")
+        found = saved[key]
+        if key in of_vocabulary:
+            # Where the mark says no vocabulary, no row of it is padding.
+            found, shape = (mark.get("vocab", found[0]), *found[1:]), (vocab, *shape[1:])
+        if found != shape:
+            raise CheckpointError(f"{folder}: {key} has shape {found}, the model {shape}")
 
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ class SaveJob:
         self.request, self._root, self._group = request, root, group
         self._rank, self._world = context.rank, context.world_size
         self._parallel = asdict(context.config)
+        self._vocab = trainer.vocab
         self.final = root / f"step_{request.step}"
         self._folder = root / f"step_{request.step}{files.UNFINISHED}"
         self._error = ""
@@ -203,6 +204,7 @@ class SaveJob:
             "recipe": self.request.recipe,
             "world": self._world,
             "parallel": self._parallel,
+            "vocab": self._vocab,
             "score": self.request.score,
             "files": every,
         }

@@ -30,7 +30,6 @@ from megatron_ext.training.scoring.scores import TokenScores
 from megatron_ext.trajectory.record import Field, TrajectoryBatch
 
 FILE_NAME = "routing.jsonl"
-FIELDS = (Field.THINKING, Field.TOOL_USE)
 
 
 def step_routing(
@@ -40,18 +39,20 @@ def step_routing(
     layers: Sequence[int],
     *,
     label: str,
+    fields: Sequence[Field],
     replayed: bool = False,
     gather: Gather = alone,
 ) -> RoutingSums | None:
     """What the step's routers chose; ``batch`` and ``scores`` are this rank's part. None for scores without experts.
 
-    ``layers`` are the numbers of the model's MoE layers, ``label`` the turn label that holds the operation. With
-    ``replayed`` the load is that of the recorded experts, where there are any: they ran, and the scores say what
-    routers would have chosen.
+    ``layers`` are the numbers of the model's MoE layers, ``label`` the turn label that holds the operation, told apart
+    in the tokens of ``fields``, each by itself. With ``replayed`` the load is that of the recorded experts, where there
+    are any: they ran, and the scores say what routers would have chosen.
     """
     if scores.experts is None or scores.routed is None:
         return None
-    return reduce(add, gather(_sums(batch, scores.experts, scores.routed, num_experts, layers, label, replayed)))
+    sums = _sums(batch, scores.experts, scores.routed, num_experts, layers, label, fields, replayed)
+    return reduce(add, gather(sums))
 
 
 def _sums(
@@ -61,6 +62,7 @@ def _sums(
     num_experts: int,
     layers: Sequence[int],
     label: str,
+    fields: Sequence[Field],
     replayed: bool,
 ) -> RoutingSums:
     used, flips, flipped, compared = chosen, np.zeros(len(layers), dtype=np.int64), 0, 0
@@ -74,14 +76,14 @@ def _sums(
     adjacent = adjacent[routed[adjacent - 1]]
     labels = batch.turn_labels.get(label)
     operations = 0 if labels is None else int(labels.max(initial=-1)) + 1
-    sums, units = np.zeros((len(layers), len(FIELDS), 0, num_experts)), np.zeros((len(FIELDS), 0))
+    sums, units = np.zeros((len(layers), len(fields), 0, num_experts)), np.zeros((len(fields), 0))
     if operations:
-        structure = token_structure(batch, FIELDS, label, operations)
+        structure = token_structure(batch, fields, label, operations)
         cell = np.where(routed, structure.cell, -1)
-        cells = len(FIELDS) * operations
+        cells = len(fields) * operations
         sums = operation_sums(used, num_experts, cell, structure.share, cells)
-        sums = sums.reshape(len(layers), len(FIELDS), operations, num_experts)
-        units = structure.counts()[:-1].reshape(len(FIELDS), operations)
+        sums = sums.reshape(len(layers), len(fields), operations, num_experts)
+        units = structure.counts()[:-1].reshape(len(fields), operations)
     return RoutingSums(
         layers=tuple(layers),
         counts=expert_counts(used[routed], num_experts),

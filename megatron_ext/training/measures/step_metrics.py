@@ -58,7 +58,6 @@ def rollout_metrics(groups: StepGroups, seconds: float, gather: Gather = alone) 
     metrics = {
         "rollout/trajectories": float(len(status)),
         "rollout/tokens": float(sampled.sum()),
-        "rollout/tokens_per_s": sum(sum(m.trained_tokens) for m in own) / max(seconds, 1e-9),
         "rollout/malformed_fraction": sum(g.malformed for g in groups.drawn) / own_turns,
         "rollout/invalid_fraction": sum(g.invalid_actions for g in groups.drawn) / own_turns,
         "rollout/max_turns_fraction": ended(Status.MAX_TURNS) / number,
@@ -75,6 +74,8 @@ def rollout_metrics(groups: StepGroups, seconds: float, gather: Gather = alone) 
         "filter/groups_untrainable": float(sum(reason == UNTRAINABLE for _, reason in groups.filtered)),
         "filter/kept_fraction": len(groups.train) / max(len(metas), 1),
     }
+    if generated := sum(sum(m.trained_tokens) for m in own):  # a resumed step may take all that it has from the store
+        metrics["rollout/tokens_per_s"] = generated / max(seconds, 1e-9)
     if len(status):
         metrics |= {
             "rollout/turns_mean": float(turns.mean()),

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.models import cpu_platform
 from megatron_ext.models.forward import moe_layers, unwrap
-from megatron_ext.moe.protocol import RoutingLossPolicy, routing_loss
+from megatron_ext.moe.protocol import Gated, RoutingLossPolicy, routing_loss
 from megatron_ext.moe.statistics import TokenStructure
 from megatron_ext.moe.tap import RouterCall, RouterTap
 from megatron_ext.moe.view import BatchStatistics, Counts, RouterView
@@ -231,9 +231,12 @@ class RoutingLosses:
         counts = torch.from_numpy(opened.tokens.counts(trained)) * float(self._first)
         counts = self._over_ranks(counts.to(self._context.device))
         units, pairs = counts[:-1], int(counts[-1])
-        if not self.policy.is_open(opened.statistics) or not (pairs or bool(units.any())):
+        if not self._is_open(opened.statistics) or not (pairs or bool(units.any())):
             return None
         return self.policy.term(opened.statistics, Counts(units, pairs))
+
+    def _is_open(self, opened: BatchStatistics) -> bool:
+        return not isinstance(self.policy, Gated) or self.policy.is_open(opened)
 
     def close(self, micro: Sequence[MicroBatch] | None = None) -> dict[str, float]:
         """Ends the batch and returns its metrics. With ``micro``, the whole batch again, one more forward measures it
@@ -241,10 +244,9 @@ class RoutingLosses:
         opened, policy = self._opened, self.policy
         self._open = None
         before = opened.statistics
-        metrics = policy.metrics(before) | {
-            "moe/gate": float(policy.is_open(before)),
-            "moe/gate_entropy": before.entropy,
-        }
+        metrics = policy.metrics(before)
+        if isinstance(policy, Gated):
+            metrics |= {"moe/gate": float(policy.is_open(before)), "moe/gate_entropy": before.entropy}
         if micro is not None:
             listener = self._listener(opened.tokens, opened.kept, keep=None)
             _, after = self._measure(listener, opened.tokens, micro, len(opened.tokens.cell))

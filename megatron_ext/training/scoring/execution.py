@@ -200,7 +200,7 @@ def _run_group(
 
     def read(mb: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
         assert isinstance(mb, ScoreMicroBatch)
-        read_logits(mb, logits, group, items, context.tensor_group)
+        read_logits(mb, logits, group, items, context.tensor_group, trainer.vocab)
         return logits.new_zeros(()), None
 
     for chunk in trainer.chunks:

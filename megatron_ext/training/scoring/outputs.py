@@ -53,23 +53,32 @@ def read_logits(
     group: ScoreGroup,
     items: Mapping[str, torch.Tensor],
     ranks: dist.ProcessGroup,
+    vocab: int,
 ) -> None:
-    """Writes what one micro-batch's logits [U, V / tp] say about its items."""
+    """Writes what one micro-batch's logits [U, V / tp] say about its items. ``vocab`` ids exist: the columns of others
+    are padding."""
     wants, reads, temperature = group.outputs, mb.reads, group.weights.temperature
     if not items or not group.num_rows:
         return
     used = logits.index_select(0, mb.logit_index)
     if wants.logp or wants.entropy:
         logp, entropy = token_logprob_entropy(
-            used, mb.target, temperature=temperature, group=ranks, need_entropy=wants.entropy, need_entropy_grad=False
+            used,
+            mb.target,
+            temperature=temperature,
+            group=ranks,
+            vocab_size=vocab,
+            need_entropy=wants.entropy,
+            need_entropy_grad=False,
         )
         for name, values in (("logp", logp), ("entropy", entropy)):
             if name in items:
                 items[name][reads.scored_item] = values.float()
     if not wants.topk and "given_logp" not in items:
         return
-    total = _log_normaliser(used, temperature, ranks)
     offset = ranks.rank() * used.shape[1]
+    used[:, max(0, vocab - offset) :] = -torch.inf  # of the copy: padding is in no sum and no top-k
+    total = _log_normaliser(used, temperature, ranks)
     if wants.topk:
         ids, top = _topk(used.index_select(0, reads.topk), wants.topk, offset, ranks)
         items["topk_ids"][reads.topk_item] = ids

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_ext.config.instantiate import instantiate
 from megatron_ext.config.saved import as_tree
 from megatron_ext.config.schema import Config
 
@@ -26,9 +27,9 @@ def warm_start_seed(config: Config) -> int:
 
 
 def warm_start_router(config: Config) -> dict[str, Any]:
-    """The router policy of the warm start: that of RL where it asks for it (``in_warm_start``), else the default."""
+    """The router policy of the warm start: that of RL where it acts there too (``in_warm_start``), else the default."""
     node = config.model.router
-    return dict(node) if node.get("in_warm_start", False) else {}
+    return dict(node) if node and instantiate(node).in_warm_start else {}
 
 
 def warm_start_parts(config: Config) -> dict[str, Any]:

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_ext.moe.load import RoutingSums
+from megatron_ext.moe.policies import MEASURED_FIELDS, FrozenRouter, TrainedRouter
+from megatron_ext.moe.protocol import RouterPolicy
+from megatron_ext.moe.structured import StructuredRouter
 from megatron_ext.tracking.jsonl import MetricsFileError
 from megatron_ext.tracking.names import check
 from megatron_ext.training.measures.routing_metrics import FILE_NAME, RoutingLog, read_routing, step_routing
@@ -17,7 +20,7 @@ from megatron_ext.training.ranks.ranks import Gather, alone
 from megatron_ext.training.scoring.scores import TokenScores
 from megatron_ext.training.step_replay.sample_parts import group_tokens
 from megatron_ext.trajectory.joining import select_groups
-from megatron_ext.trajectory.record import TrajectoryBatch
+from megatron_ext.trajectory.record import Field, TrajectoryBatch
 from tests.helpers.gathering import on_ranks
 from tests.helpers.records import build, model, random_batch, single, user
 from tests.helpers.structured import loads, with_operations
@@ -30,7 +33,8 @@ def scored(batch: TrajectoryBatch, experts: np.ndarray, routed: np.ndarray | Non
 
 def measured(batch: TrajectoryBatch, scores: TokenScores, experts: int = 4, **values: object) -> RoutingSums:
     layers = range(0 if scores.experts is None else scores.experts.shape[1])
-    sums = step_routing(batch, scores, experts, layers, **{"label": "op", **values})  # type: ignore[arg-type]
+    given = {"label": "op", "fields": MEASURED_FIELDS, **values}
+    sums = step_routing(batch, scores, experts, layers, **given)  # type: ignore[arg-type]
     assert sums is not None
     return sums
 
@@ -80,7 +84,7 @@ def test_without_a_recorded_rollout_everything_else_is_measured() -> None:
     unwritten = measured(batch, scored(batch, experts), label="kind").metrics()
     assert not any(name.endswith("op_mi") for name in unwritten) and "moe/token_jaccard" in unwritten
     zeros = np.zeros(batch.num_tokens, np.float32)
-    assert step_routing(batch, TokenScores(zeros, zeros), 0, [], label="op") is None
+    assert step_routing(batch, TokenScores(zeros, zeros), 0, [], label="op", fields=MEASURED_FIELDS) is None
 
 
 def test_experts_that_follow_the_operation_are_told_apart() -> None:
@@ -91,6 +95,22 @@ def test_experts_that_follow_the_operation_are_told_apart() -> None:
     labelled = found.units / found.units.sum(axis=1, keepdims=True)
     entropy = [-(p[p > 0] * np.log(p[p > 0])).sum() for p in labelled]
     assert found.metrics()["moe/op_mi"] == pytest.approx(np.mean(entropy)), "all that there is to know"
+
+
+def test_operations_are_told_apart_in_the_fields_of_the_policy() -> None:
+    batch = with_operations(random_batch(3, groups=6))
+    operation = np.maximum(batch.turn_labels["op"][np.maximum(batch.turn, 0)], 0)
+    told = np.where(batch.field == Field.THINKING, operation, 3)  # operations show in thoughts alone
+    experts = np.stack([told, told + 4], axis=-1)[:, None, :].astype(np.int64)
+
+    def information(router: RouterPolicy) -> float:
+        found = measured(batch, scored(batch, experts), experts=8, label=router.label, fields=router.measured_fields)
+        return found.metrics()["moe/op_mi"]
+
+    there = information(StructuredRouter(fields=["thinking"]))
+    assert there > 0.1 and information(StructuredRouter(fields=["tool_use"])) == pytest.approx(0, abs=1e-12)
+    for router in (StructuredRouter(), TrainedRouter(), FrozenRouter()):
+        assert information(router) == pytest.approx(there / 2), "mean of both fields"
 
 
 @pytest.mark.parametrize("homes", [((0, 2), (1,)), ((1,), (), (0,), (2,))])

@@ -117,6 +117,8 @@ def test_rollout_numbers(whole: TrajectoryBatch) -> None:
     for name, value in wanted.items():
         assert metrics[name] == pytest.approx(value), name
     assert metrics["reward/std"] == pytest.approx(np.std([1, 0, 1, 1, 0, 0, 0.5, 0.25]))
+    stored = rollout_metrics(replace(step_groups(whole), drawn=[]), seconds=4.0)  # all of them before a resume
+    assert stored["rollout/tokens"] == sampled and "rollout/tokens_per_s" not in stored
 
 
 def test_routing_that_was_recorded_again(whole: TrajectoryBatch) -> None:
