@@ -289,6 +289,39 @@ def test_sleep_answers_what_ran_and_refuses_what_comes(bench: Callable[..., Benc
     assert set(b.run()["yes"].versions.tolist()) == {1}
 
 
+@pytest.mark.parametrize("how", ["abort", "drop", "end_sessions and abort", "drop of who waits"])
+def test_who_goes_early_leaves_the_others_as_they_were(bench: Callable[..., Bench], how: str) -> None:
+    """Those behind it move up in the cache between two steps, and go on to the same tokens."""
+    b, rng = bench(4), np.random.default_rng(9)
+    requests = [request(f"g{i}", prompt(rng, 4 + 5 * i), seed=i, max_new_tokens=24) for i in range(6)]
+    for owner, each in enumerate(requests):
+        b.scheduler.submit(owner, each)
+    for _ in range(5):
+        b.scheduler.step()
+    slots = b.scheduler._slots
+    assert b.scheduler.counts[:2] == (4, 2) and slots.ready == 4
+    gone = 5 if how == "drop of who waits" else int(slots.seat_of[0])
+    gone = next(job.owner for seat, job in b.scheduler._running.items() if seat == gone) if gone < 5 else gone
+    before = slots.slot_of.copy()
+    if how.startswith("drop"):
+        b.scheduler.drop(gone)
+    else:
+        if "end" in how:
+            b.scheduler.end_sessions(gone, [requests[gone].session_id])
+        b.scheduler.abort(gone, [requests[gone].request_id])
+    assert bool((slots.slot_of != before).any()) == (gone < 5)
+    results = b.run()
+    left = results.pop(requests[gone].request_id, None)
+    assert (left is None) == how.startswith("drop") and (left is None or left.finish is FinishReason.ABORT)
+    assert len(results) == 5
+    for each in requests:
+        if each.request_id in results:
+            alone = bench(1)
+            alone.scheduler.submit(0, each)
+            assert np.array_equal(alone.run()[each.request_id].ids, results[each.request_id].ids)
+            assert Check.of(b.twin, each, results[each.request_id]).error < 1e-5
+
+
 def test_a_dense_model_has_no_experts_to_return(bench: Callable[..., Bench]) -> None:
     with pytest.raises(EngineError, match="'d'.*dense"):
         bench(2, DENSE).scheduler.submit(0, request("d", np.array([1], dtype=np.int32), return_routed=True))

@@ -49,6 +49,7 @@ class KvCache:
                     kept.append(new)
         self.length = grown
 
+    @torch.inference_mode()  # as in the steps that made these tensors: a request may also leave between two of them
     def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Slot ``target[i]`` takes the first ``length`` tokens of slot ``source[i]``, all at once."""
         heads = self.config.kv_heads
