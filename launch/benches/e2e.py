@@ -21,7 +21,7 @@ from launch.paths import ROOT
 
 ABOUT = About(
     line="whole RL steps (generate, score, train) against TRL's GRPOTrainer",
-    takes="about four minutes on two idle cores; needs the peers' environment (bash launch/env --peers python ...)",
+    takes="about two minutes on two idle cores; needs the peers' environment (bash launch/env --peers python ...)",
     keys={
         "e2e_speedup_vs_trl": "our tokens per second over TRL's",
         "e2e_trl_tokens_per_s": "sampled tokens of a step over the seconds of the whole step, TRL",

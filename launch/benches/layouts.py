@@ -22,7 +22,7 @@ from launch.measurement import About, Measurement, Report
 
 ABOUT = About(
     line="the same training step under every parallel layout",
-    takes="about three minutes on two cores, with up to four ranks on them",
+    takes="about two minutes on two cores, with up to four ranks on them",
     keys={
         "layout_diff_<layout>": "largest relative difference to one rank: loss, gradient norm, gradients; one a case",
         "layout_params_diff_max": "the same of parameters after the steps, over all cases",

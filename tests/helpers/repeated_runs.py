@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,21 @@ print(json.dumps({**said, "said": how_to_go_on([], result)}))
 """
 
 
+def run_program(
+    program: str, recipes: Path, argv: Sequence[str], stop: Mapping[str, object] | None, root: Path
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``program`` in a process of its own; it finds recipes, ``argv`` and, if any, ``stop`` in ``sys.argv``."""
+    return subprocess.run(
+        [sys.executable, "-c", program, str(recipes), json.dumps(argv), *([json.dumps(stop)] if stop else [])],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+
+
 class RepeatedRun:
     """``overrides`` on top of the recipe ``walk``, into ``folder``; ``stopper`` is the tracker that stops it."""
 
@@ -36,17 +51,8 @@ class RepeatedRun:
 
     def run(self, *argv: str, **stop: object) -> tuple[int, dict[str, Any], str]:
         """Exit status, what the run says of itself (nothing when it was killed), and what was on its console."""
-        command = [sys.executable, "-c", PROGRAM, str(self._recipes), json.dumps([*self._argv, *argv])]
         target = {"_target_": f"tests.helpers.stopping.{self._stopper}", **stop}
-        done = subprocess.run(
-            [*command, *([json.dumps(target)] if stop else [])],
-            cwd=self._root,
-            env=os.environ | {"PYTHONPATH": str(self._root), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=1800,
-            check=False,
-        )
+        done = run_program(PROGRAM, self._recipes, [*self._argv, *argv], target if stop else None, self._root)
         lines = done.stdout.splitlines()
         assert lines or done.returncode < 0, done.stderr
         return done.returncode, json.loads(lines[-1]) if lines else {}, done.stderr

@@ -3,11 +3,7 @@ never killed, and the journal proves that nothing was lost and nothing trained t
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ from megatron_ext.rollout.journal_audit import Audit, journal_audit
 from megatron_ext.tracking.jsonl import read_metrics
 from megatron_ext.training.checkpoints.checkpoint import list_checkpoints
 from megatron_ext.training.deterministic import comparable
+from tests.helpers.repeated_runs import run_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -59,16 +56,7 @@ class Runs:
     def __call__(self, name: str, *overrides: str, **stop: object) -> int:
         """Exit status of one process; negative when it was killed."""
         argv = [*OVERRIDES, f"run.root={self.folder}", f"run.name={name}", f"warm_start.cache={self.folder / 'cache'}"]
-        command = [sys.executable, "-c", PROGRAM, str(self._recipes), json.dumps([*argv, *overrides])]
-        done = subprocess.run(
-            [*command, *([json.dumps(stop)] if stop else [])],
-            cwd=self._root,
-            env=os.environ | {"PYTHONPATH": str(self._root), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=1800,
-            check=False,
-        )
+        done = run_program(PROGRAM, self._recipes, [*argv, *overrides], stop, self._root)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
         return done.returncode
 
